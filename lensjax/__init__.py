@@ -1,0 +1,1 @@
+"""lensjax: a sharding compiler frontend for JAX."""

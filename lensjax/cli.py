@@ -1,0 +1,106 @@
+"""The command line: `lensjax COMMAND ...`.
+
+Every command takes `--json` and then prints one JSON object on standard output and nothing else;
+progress goes to standard error. Errors are `{"error": {code, message, hint}}` with exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+from lensjax._errors import LensjaxError, UsageError
+
+# Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
+COMMANDS: dict[str, str] = {}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that a wrong command line is an error like every other one (JSON where asked)."""
+
+    def error(self, message: str):  # type: ignore[override]
+        raise UsageError(message, hint=self.format_usage().strip())
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    # NaN and infinity are not JSON: what could not be derived is null.
+    json.dump(_clean(data), sys.stdout, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {str(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return value
+
+
+def _parser(name: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(prog="lensjax", description="Plan, prove and run the sharding of a JAX training step.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for command, module in COMMANDS.items():
+        if name is None or command != name:
+            commands.add_parser(command, help=_help_line(module), add_help=False)
+            continue
+        loaded = importlib.import_module(module)
+        sub = commands.add_parser(command, help=loaded.HELP, description=loaded.HELP)
+        loaded.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        sub.set_defaults(run=loaded.run)
+    return parser
+
+
+def _help_line(module: str) -> str:
+    """The module's HELP string, read without importing it (imports are what makes `--help` slow)."""
+    import ast
+    import importlib.util
+
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return ""
+    with open(spec.origin, encoding="utf-8") as f:
+        for node in ast.parse(f.read()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "HELP":
+                return str(ast.literal_eval(node.value))
+    return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    name = next((a for a in argv if not a.startswith("-")), None)
+    wants_json = "--json" in argv
+    try:
+        args = _parser(name).parse_args(argv)
+        if args.command is None:
+            _parser(None).print_help()
+            return 0
+        result = args.run(args)
+        if wants_json:
+            _print_json({"schema": 1, **result.data})
+        else:
+            from rich.console import Console
+
+            console = Console()
+            for item in result.show:
+                console.print(item)
+        return result.status
+    except LensjaxError as e:
+        if wants_json:
+            _print_json({"error": {"code": e.code, "message": e.message, "hint": e.hint}})
+        else:
+            print(f"lensjax: {e}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `lensjax topo ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
