@@ -1,7 +1,8 @@
-"""The catalogue: real machines as data files, and the specs that name them ("dgx-h100:32", "tpu-v5p:4x4x8", "cpu:2x4").
+"""The catalogue: real machines as data files, and the specs that name them ("dgx-h100:32", "tpu-v5p:4x4x8",
+"cpu:2x4").
 
-A machine file is a cluster file whose outermost tiers may have `size: all`, with `unit` (what the number after the colon
-counts) or, for a torus, `torus` (dimensions, largest slice, which lengths wrap). `make` fills in the sizes.
+A machine file is a cluster file whose outermost tiers may have `size: all`, with `unit` (what the number after the
+colon counts) or, for a torus, `torus` (dimensions, largest slice, which lengths wrap). `make` fills in the sizes.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _nodes(found: Machine, factors: tuple[int, ...] | None) -> list[dict[str, An
     if len(factors or ()) > 2 or used > unit:
         raise ClusterError(
             f"{found.name} has {unit} devices in one {found.unit}; found {'x'.join(map(str, factors or ()))}",
-            hint=f"{found.name}:{units} is {units} {found.unit}s, {found.name}:{units}x{min(used, unit)} uses some of each",
+            hint=f"{found.name}:4 is 4 {found.unit}s, {found.name}:4x{unit // 2} uses {unit // 2} devices of each",
         )
     total, tiers = units * used, []
     for tier in found.data["tiers"]:
