@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def torus_shape(chips: int, rank: int) -> tuple[int, ...]:
     return best
 
 
-def _cpu(factors: tuple[int, ...]) -> Cluster:
+def _cpu(factors: Sequence[int]) -> Cluster:
     """Emulated CPU devices: `cpu:N` in one process, `cpu:HxN` in H processes of N."""
     if len(factors) > 2:
         raise ClusterError(f"cpu:{'x'.join(map(str, factors))}", hint="cpu:8, or cpu:2x4 for 2 processes of 4 devices")

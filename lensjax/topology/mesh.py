@@ -86,10 +86,10 @@ def make_mesh(
             hint="describe the machine at hand (lensjax.topology.discover.live), or pass its devices",
         )
     order = place(cluster, axes, traffic)
-    array = np.empty(order.shape, object)
-    array.flat = [devices[i] for i in order.flat]
+    array = np.empty(len(devices), object)
+    array[:] = devices
     types = (jax.sharding.AxisType.Auto,) * len(axes)
-    return jax.sharding.Mesh(array, tuple(axes), axis_types=types)
+    return jax.sharding.Mesh(array[order], tuple(axes), axis_types=types)
 
 
 def _complete(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
@@ -127,6 +127,17 @@ def _has_box(cluster: Cluster, count: int, fixed: int) -> bool:
         for frame, used in _boxes(cluster, count)
         if frame[0].length == plain[0].length or frame[0].length % fixed == 0
     )
+
+
+def _traffic(axes: Mapping[str, int], traffic: Mapping[str, float] | None) -> dict[str, float]:
+    if traffic is None:
+        return {a: float(8**i) for i, a in enumerate(axes)}
+    unknown = [a for a in traffic if a not in axes]
+    if unknown or any(not 0 <= v < math.inf for v in traffic.values()):
+        raise ClusterError(
+            f"traffic {dict(traffic)} for axes {list(axes)}", hint="bytes per device, at least 0, of these axes"
+        )
+    return {a: float(traffic.get(a, 0.0)) for a in axes}
 
 
 def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> np.ndarray | None:
