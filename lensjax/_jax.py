@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jcore
 
 from lensjax._errors import UnsupportedJax
 
@@ -27,6 +28,80 @@ def check_version() -> None:
             f"lensjax plans with {SUPPORTED}; jax {jax.__version__} is installed",
             hint="pip install -U jax",
         )
+
+
+# ---- jaxprs -------------------------------------------------------------------------------------------------------
+# jax 0.10 has ClosedJaxpr (a Jaxpr and its constants); jax 0.12 has one class for both, with a legacy `.jaxpr`.
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The Jaxpr inside a ClosedJaxpr; a Jaxpr as it is."""
+    return jaxpr if isinstance(jaxpr, jcore.Jaxpr) else jaxpr.jaxpr
+
+
+def constants(jaxpr: Any) -> tuple[Any, ...]:
+    """Constant values bound to the jaxpr's constvars (none for an open one)."""
+    return tuple(getattr(jaxpr, "consts", ()) or ())
+
+
+def rebuild(jaxpr: Any, *, invars: Any = None, outvars: Any = None, eqns: Any = None) -> Any:
+    """The same kind of jaxpr with other variables or equations and no constants of its own.
+
+    Effects are kept: everything that the passes insert is pure.
+    """
+    inner = open_jaxpr(jaxpr)
+    invars = list(inner.invars) if invars is None else list(invars)
+    outvars = list(inner.outvars) if outvars is None else list(outvars)
+    debug = inner.debug_info
+    if len(invars) != len(inner.invars) or len(outvars) != len(inner.outvars):
+        debug = jax.make_jaxpr(lambda *xs: xs)().jaxpr.debug_info.with_unknown_names()
+    new = jcore.Jaxpr((), invars, outvars, inner.eqns if eqns is None else list(eqns), inner.effects, debug)
+    closed = jcore.ClosedJaxpr is not jcore.Jaxpr and isinstance(jaxpr, jcore.ClosedJaxpr)
+    return jcore.ClosedJaxpr(new, ()) if closed else new
+
+
+def close(jaxpr: Any) -> Any:
+    """A jaxpr without constants as what `jax.extend.core.jaxpr_as_fun` takes."""
+    if jcore.ClosedJaxpr is jcore.Jaxpr or isinstance(jaxpr, jcore.ClosedJaxpr):
+        return jaxpr
+    return jcore.ClosedJaxpr(jaxpr, ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jcore.Jaxpr | jcore.ClosedJaxpr)
+
+
+def new_var(aval: Any) -> Any:
+    return jcore.Var(aval)
+
+
+def scan_split(eqn: Any) -> tuple[int, int]:
+    """(number of constants, number of carries) of a `scan` equation; the other operands are scanned over."""
+    if "num_consts" in eqn.params:  # jax 0.10
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def user_line(eqn: Any) -> str:
+    """`file.py:12` of the user's code that made this equation, or an empty string."""
+    from jax._src import source_info_util
+
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+
+
+def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
+    """Effects that must keep their order (ordered prints and callbacks), which only run on one device."""
+    from jax._src import effects
+
+    return tuple(e for e in open_jaxpr(jaxpr).effects if effects.ordered_effects.contains(e))
+
+
+def static_arguments(fn: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(static_argnums, static_argnames) of a function made by `jax.jit`; empty for any other function."""
+    info = getattr(fn, "_jit_info", None)
+    return (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
 
 
 # --- ahead-of-time compile -----------------------------------------------------------------------------------------
