@@ -7,13 +7,14 @@ used, never at import of the package, and names the supported range when somethi
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core as jcore
 
-from lensjax._errors import UnsupportedJax
+from lensjax._errors import PartitionError, UnsupportedJax
 
 SUPPORTED = "jax >= 0.10.0 (tested: 0.10.2 and 0.12.0.1)"
 _OLDEST = (0, 10, 0)
@@ -102,6 +103,58 @@ def static_arguments(fn: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """(static_argnums, static_argnames) of a function made by `jax.jit`; empty for any other function."""
     info = getattr(fn, "_jit_info", None)
     return (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+
+
+# Shardy / MLIR: XLA's own partitioner, reached through jaxlib's MLIR bindings.
+
+PASSES_PROPAGATE = "sdy-propagation-pipeline"
+PASS_RULES = "func.func(sdy-populate-op-sharding-rules)"
+# Without `enable-full-version` nothing is inserted.
+PASSES_EXPLICIT = (
+    "sdy-close-shardings",
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+
+
+@functools.cache
+def mlir() -> types.SimpleNamespace:
+    """The MLIR bindings of jaxlib: `ir`, `passmanager` and the `sdy` dialect.
+
+    Raises UnsupportedJax, naming what is missing, when a pass or a class that the planner drives is not there.
+    """
+    check_version()
+    try:
+        from jax._src.interpreters.mlir import make_ir_context
+        from jaxlib.mlir import ir, passmanager
+        from jaxlib.mlir.dialects import sdy
+
+        needed = ("TensorShardingAttr", "DimensionShardingAttr", "AxisRefAttr", "MeshAttr", "OpShardingRuleAttr")
+        missing = [name for name in needed if not hasattr(sdy, name)]
+        if missing:
+            raise ImportError(f"jaxlib.mlir.dialects.sdy has no {', '.join(missing)}")
+        with make_ir_context():
+            for name in (PASSES_PROPAGATE, PASS_RULES, *PASSES_EXPLICIT, "cse"):
+                passmanager.PassManager.parse(f"builtin.module({name})")
+    except (ImportError, ValueError) as e:
+        raise UnsupportedJax(
+            f"XLA's partitioner (Shardy) cannot be driven from this jaxlib: {e}",
+            hint=f"lensjax plans with {SUPPORTED}; jax {jax.__version__} is installed",
+        ) from e
+    return types.SimpleNamespace(ir=ir, passmanager=passmanager, sdy=sdy)
+
+
+def run_passes(operation: Any, *passes: str) -> None:
+    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words."""
+    m = mlir()
+    with operation.context, m.ir.Location.unknown(operation.context):
+        try:
+            m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})").run(operation)
+        except m.ir.MLIRError as e:
+            raise PartitionError(
+                f"XLA's partitioner does not take this program: {e}",
+                hint="find the operation named above; a sharding constraint near it usually helps",
+            ) from e
 
 
 # --- ahead-of-time compile -----------------------------------------------------------------------------------------
