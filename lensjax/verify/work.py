@@ -170,7 +170,7 @@ def _fusion_bytes(inside: Computation, fusion: Instruction, operands: list[Instr
     for parameter in parameters:
         number = int(parameter.literal) if parameter.literal.strip().isdigit() else -1
         full = operands[number].bytes if 0 <= number < len(operands) else parameter.bytes
-        total += min(_touched(inside, parameter), full)
+        total += min(touched(inside, parameter), full)
     return total
 
 
@@ -192,7 +192,7 @@ def _update(inside: Computation, instruction: Instruction) -> int:
     return operands[1].bytes if len(operands) > 1 else instruction.bytes
 
 
-def _touched(inside: Computation, parameter: Instruction) -> float:
+def touched(inside: Computation, parameter: Instruction) -> float:
     """Bytes that a fusion reads of a parameter: slices where it only slices, nothing where it only updates in place."""
     total, todo, seen = 0.0, [parameter], set()
     while todo:
