@@ -3,7 +3,8 @@
 * `all_reduce` whose only uses are `all_slice`s over (some of) the same axes becomes `reduce_scatter`, then an `all_reduce`
   of the shard over the axes that are left: XLA's reduce-scatter creator and all-reduce splitter, which make the
   hierarchical reduction of HSDP out of one sharding.
-* The same collective of the same value happens once.
+* `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)` (XLA's all-reduce reassociation).
+* The same collective of the same value happens once, and none happens to a constant: it is made in place.
 * Collectives over axes of size one, and sharding constraints that did their work, are nothing.
 """
 
@@ -26,6 +27,8 @@ _AXES_ATTRIBUTE = {
     "sdy.all_to_all": "params",
     "sdy.reduce_scatter": "reduce_scatter_axes",
 }
+_CONSTANTS = ("stablehlo.constant", "stablehlo.iota")
+_SPREADS = ("stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.reshape", "stablehlo.negate")
 _NOTHING = ("sdy.sharding_constraint", "sdy.reshard", "sdy.propagation_barrier", "sdy.data_flow_edge")
 
 
@@ -37,6 +40,7 @@ class _Simplifier:
         self.uses: Counter[int] = Counter()
         self.slices: dict[int, list[Node]] = {}
         self.dropped: set[int] = set()
+        self.splats: set[int] = set()
 
     def now(self, value: int) -> int:
         while value in self.renamed:
@@ -49,7 +53,9 @@ class _Simplifier:
         nodes = []
         for node in body.nodes:
             node = self.normal(dataclasses.replace(node, inputs=tuple(map(self.now, node.inputs))))
-            if node.name in _NOTHING or (node.name in (*COLLECTIVES, "all_slice") and not node.axes):
+            if node.name in _CONSTANTS or (node.inputs and node.name in _SPREADS and self.splats.issuperset(node.inputs)):
+                self.splats.update(node.outputs)
+            if self.is_nothing(node):
                 self.renamed.update(zip(node.outputs, node.inputs))
                 continue
             if node.name in (*COLLECTIVES, "all_slice"):
@@ -61,6 +67,11 @@ class _Simplifier:
             bodies = tuple(self.clean(b, dict(seen)) for b in node.bodies)
             nodes.append(dataclasses.replace(node, bodies=bodies))
         return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
+
+    def is_nothing(self, node: Node) -> bool:
+        if node.name in (*COLLECTIVES, "all_slice"):
+            return not node.axes or (node.name != "all_reduce" and self.splats.issuperset(node.inputs))
+        return node.name in _NOTHING
 
     def normal(self, node: Node) -> Node:
         dialect, _, name = node.name.partition(".")
