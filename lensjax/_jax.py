@@ -154,7 +154,6 @@ def run_passes(operation: Any, *passes: str) -> None:
                 f"XLA's partitioner does not take this program: {e}",
                 hint="find the operation named above; a sharding constraint near it usually helps",
             ) from e
-<<<<<<< HEAD
 
 
 class ShardingRule(NamedTuple):
@@ -187,7 +186,6 @@ def sharding_rule(attribute: Any) -> ShardingRule:
         permutation=frozenset(rule.permutation_factors),
         blocked=frozenset(rule.blocked_propagation_factors),
     )
-=======
 # --- ahead-of-time compile -----------------------------------------------------------------------------------------
 
 
@@ -259,4 +257,3 @@ def compile_module(
     with mlir.make_ir_context():
         module = ir.Module.parse(bytecode)
         return compile_(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=made)
->>>>>>> main
