@@ -103,6 +103,8 @@ def static_arguments(fn: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """(static_argnums, static_argnames) of a function made by `jax.jit`; empty for any other function."""
     info = getattr(fn, "_jit_info", None)
     return (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+
+
 # Shardy / MLIR: XLA's own partitioner, reached through jaxlib's MLIR bindings.
 
 PASSES_PROPAGATE = "sdy-propagation-pipeline"
@@ -186,6 +188,8 @@ def sharding_rule(attribute: Any) -> ShardingRule:
         permutation=frozenset(rule.permutation_factors),
         blocked=frozenset(rule.blocked_propagation_factors),
     )
+
+
 # --- ahead-of-time compile -----------------------------------------------------------------------------------------
 
 

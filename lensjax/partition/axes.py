@@ -1,8 +1,8 @@
 """Logical axes: which dimensions of a step must be split together, from Shardy's rule for each operation.
 
-Two dimensions belong to one class when an operation maps them to one factor of its rule, or when data flows from one to the
-other through a loop, a branch or a barrier. What people write by hand as `batch`, `embed`, `mlp`, `heads`, `vocab` falls
-out (cf. TOAST, Alabed et al. 2025, which colours dimensions the same way).
+Two dimensions belong to one class when an operation maps them to one factor of its rule, or when data flows from one to
+the other through a loop, a branch or a barrier. What people write by hand as `batch`, `embed`, `mlp`, `heads`, `vocab`
+falls out (cf. TOAST, Alabed et al. 2025, which colours dimensions the same way).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LogicalAxis:
 
 @dataclasses.dataclass(frozen=True)
 class DimensionFactors:
-    """The classes of a step. `arguments`, `results` (flattened trees) and `marks` give a `Dimension` for each dimension;
-    its entries index `axes`."""
+    """The classes of a step. `arguments`, `results` (flattened trees) and `marks` give a `Dimension` for each
+    dimension; its entries index `axes`. `without_rule` counts operations that Shardy has no rule for."""
 
     axes: tuple[LogicalAxis, ...]
     arguments: tuple[tuple[Dimension, ...], ...]
@@ -132,8 +132,8 @@ class _Joiner:
         for _, n, factors in mapped:
             if len(factors) == 1:
                 sizes.setdefault(factors[0], set()).add(n)
-        # Where the size changes and the dimension cannot be split anyway (a layer sliced from a stack, a concatenation),
-        # it is not the same dimension.
+        # Where the size changes and the dimension cannot be split anyway (a layer sliced from a stack, a
+        # concatenation), it is not the same dimension.
         apart = rule.blocked | {f for f in rule.replication if len(sizes.get(f, ())) > 1}
         for dim, n, factors in mapped:
             found = [f for f in factors if rule.factor_sizes[f] > 1]

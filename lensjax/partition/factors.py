@@ -1,8 +1,8 @@
 """Union-find over the dimensions of a program, where a dimension may be a product of others.
 
-A reshape that merges batch and sequence makes one dimension of two factors; whatever that dimension is then joined to has
-the same two factors. So a class of joined dimensions can be *split* into smaller classes, and joining two products aligns
-them from the major side, splitting further where sizes ask for it.
+A reshape that merges batch and sequence makes one dimension of two factors; whatever that dimension is then joined to
+has the same two factors. So a class of joined dimensions can be *split* into smaller classes, and joining two products
+aligns them from the major side, splitting further where sizes ask for it.
 """
 
 from __future__ import annotations

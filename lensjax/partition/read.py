@@ -1,7 +1,8 @@
 """From Shardy's module to data: the only place that walks partitioned MLIR.
 
 Every value gets the mesh axes that Shardy gave it; a value inside a loop takes those of the loop's operand. Collectives
-that Shardy left as `sdy` operations and those that a user's `shard_map` wrote as `stablehlo` ones become the same nodes.
+that Shardy left as `sdy` operations and those that a user's `shard_map` wrote as `stablehlo` ones become the same
+nodes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ KEPT = {
     "stablehlo.custom_call": ("call_target_name",),
     "stablehlo.compare": ("comparison_direction",),
     "stablehlo.reduce": ("dimensions",),
+    "stablehlo.scatter": ("scatter_dimension_numbers",),
     "stablehlo.transpose": ("permutation",),
     "stablehlo.all_reduce": ("replica_groups",),
     "stablehlo.all_gather": ("replica_groups",),

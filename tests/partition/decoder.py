@@ -1,4 +1,4 @@
-"""A small scanned decoder (GQA, SwiGLU, remat, Adam) with hand-written shardings, whose traffic is known in closed form."""
+"""A small scanned decoder (GQA, SwiGLU, remat, Adam) with hand-written shardings; its traffic has closed forms."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 OPEN = P.UNCONSTRAINED
+REPLICATED = P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Rules:
 
     mesh: Any
     weights: dict[str, P]
-    act: P = P()
+    act: P = REPLICATED
     gather: bool = False
 
     def use(self, name: str, w: jax.Array, dtype: Any) -> jax.Array:
