@@ -107,7 +107,7 @@ class Operation:
 
     name:   the StableHLO operation without its dialect, "fusion" for a fused chain, "custom_call:TARGET".
     flops and bytes (moved to and from device memory) are of one execution on one device; a step runs `trips` of them.
-    dtype:  of the first operand: what decides the speed of a matmul.
+    dtype:  of the first operand: what decides the speed of a matmul; `precision` is "default", "high" or "highest".
     reads, writes: stored buffers (indices into `Partitioned.values`), for dependencies.
     """
 
@@ -120,6 +120,7 @@ class Operation:
     source: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    precision: str = "default"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from lensjax.partition.text import axes_in, axis_size, integers, location, shard
 
 # Attributes that analyses read, kept as text; every other attribute is left behind in MLIR.
 KEPT = {
-    "stablehlo.dot_general": ("dot_dimension_numbers",),
+    "stablehlo.dot_general": ("dot_dimension_numbers", "precision_config"),
     "stablehlo.convolution": (
         "dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation",
         "feature_group_count", "batch_group_count",
