@@ -23,7 +23,7 @@ def resharded(case: Case) -> Iterator[Finding]:
         return
     total, worst, most = 0.0, None, 0.0
     for node, times, body in facts.walk():
-        if node.name not in _EXCHANGES or node.inputs[0] not in facts.batch:
+        if node.name not in _EXCHANGES or node.inputs[0] not in facts.batch or not _exchanged(facts, node):
             continue
         sent = times * facts.parts.values[node.outputs[0]].bytes
         if _asked_for(facts, body, node):

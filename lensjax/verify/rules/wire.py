@@ -9,10 +9,10 @@ from lensjax.verify.finding import SMALL, Case, Finding, size, step_bytes
 from lensjax.verify.hlo import Computation, Instruction, Module
 from lensjax.verify.hlo.shapes import BITS
 from lensjax.verify.lines import where
-from lensjax.verify.work import touched
 
 # They move or rename values and keep them.
 PASSING = frozenset("bitcast copy reshape transpose get-tuple-element opt-barrier optimization-barrier slice".split())
+_UNPACKING = ("bitcast", "get-tuple-element", "reshape", "slice")
 _FLOATS = ("bf16", "f16", "f8e4m3fn", "f8e5m2")
 _REACH = 8
 
@@ -34,23 +34,42 @@ def wide_wire(case: Case) -> Iterator[Finding]:
         narrow, kind = narrower(case.module, computation, computation.by_name[c.name], wide.dtype, c.kind)
         if not narrow:
             continue
-        gain = step_bytes(c) * (1 - BITS[narrow] / BITS[wide.dtype])
+        gain = step_bytes(c) * (1 - BITS[narrow] / BITS[wide.dtype]) * wide.bytes / max(c.payload, 1)
+        kind = "moved" if kind == "narrowed" and _was_narrow(case, c, narrow) else kind
         saved[kind] = saved.get(kind, 0.0) + gain
         if kind not in worst or gain > worst[kind][0]:
             worst[kind] = (gain, c, wide.dtype, narrow)
     for kind, (_, c, wide, narrow) in worst.items():
         if saved[kind] < SMALL * max(case.total_sent, 1.0):
             continue
-        told = (
-            f"{c.kind} sends {wide} where {narrow} is meant: "
-            + ("the value was widened just before" if kind == "widened" else "every reader narrows what arrives")
-            + f"; {size(saved[kind])} per step on each device could stay"
-        )
+        why, hint = _WHY[kind]
         yield Finding(
-            "widened_wire" if kind == "widened" else "wide_wire", "warning", where(c.stack), saved[kind], told,
-            f"send {narrow}: convert before the value is gathered or reduced"
-            + (" (for a sum in few bits, encode and exchange codes instead of reducing)" if kind == "widened" else ""),
+            "widened_wire" if kind == "widened" else "wide_wire", "note" if kind == "moved" else "warning",
+            where(c.stack), saved[kind],
+            f"{c.kind} sends {wide} where {narrow} is meant: {why}; {size(saved[kind])} per step on each device could stay",
+            hint.format(narrow),
         )  # fmt: skip
+
+
+_WHY = {
+    "widened": (
+        "the value was widened just before",
+        "send {}: for a sum in few bits, exchange codes (all-to-all, all-gather) instead of reducing",
+    ),
+    "narrowed": ("every reader narrows what arrives", "send {}: convert before the value is gathered or reduced"),
+    "moved": (
+        "the program converts first, and the compiler moved the conversion behind the gather",
+        "jax.lax.optimization_barrier after the conversion to {} keeps it in front",
+    ),
+}
+
+
+def _was_narrow(case: Case, c: Collective, narrow: str) -> bool:
+    """True when the partitioner's program sends the narrow type at that line: then the compiler widened it."""
+    if case.facts is None:
+        return False
+    line = where(c.stack).split(" in ")[0]
+    return any(p.source == line and p.dtype == narrow for p in case.facts.parts.collectives if p.op == "all_gather")
 
 
 def narrower(
@@ -173,10 +192,12 @@ def _read_in_slices(module: Module, computation: Computation, start: Instruction
             if user.name in seen:
                 continue
             seen.add(user.name)
-            if user.opcode in ("bitcast", "get-tuple-element", "copy", "reshape") or user.opcode.endswith("-done"):
+            if user.opcode in (*_UNPACKING, "copy") or user.opcode.endswith("-done"):
                 todo.append(user)
-            elif user.opcode in ("dynamic-slice", "slice"):
+            elif user.opcode == "dynamic-slice":
                 sliced = sliced or user.bytes * members <= at.bytes * 1.01
+            elif user.opcode == "fusion" and _unpacks(module, user):
+                todo.append(user)  # one of several values that were reduced as one
             elif user.opcode == "fusion" and _slices(module, user, at, members):
                 sliced = True
             elif user.opcode == "fusion" and _only_reduces(user, at):
@@ -186,13 +207,27 @@ def _read_in_slices(module: Module, computation: Computation, start: Instruction
     return sliced
 
 
+def _unpacks(module: Module, fusion: Instruction) -> bool:
+    inside = [i for c in fusion.called if c in module.computations for i in module.computations[c].instructions]
+    return bool(inside) and all(i.opcode in (*_UNPACKING, "parameter") for i in inside)
+
+
 def _slices(module: Module, fusion: Instruction, operand: Instruction, members: int) -> bool:
+    """True when a fusion reads an operand only through slices at a place that depends on the device."""
     inside = next((module.computations[c] for c in fusion.called if c in module.computations), None)
     if inside is None:
         return False
     numbers = {str(i) for i, o in enumerate(fusion.operands) if o == operand.name}
-    parameters = [p for p in inside.instructions if p.opcode == "parameter" and p.literal.strip() in numbers]
-    return bool(parameters) and all(touched(inside, p) * members <= p.bytes * 1.01 for p in parameters)
+    todo = [p for p in inside.instructions if p.opcode == "parameter" and p.literal.strip() in numbers]
+    found = bool(todo)
+    while todo:
+        at = todo.pop()
+        for user in inside.users.get(at.name, ()):
+            if user.opcode in ("bitcast", "reshape", "convert"):
+                todo.append(user)
+            elif user.opcode != "dynamic-slice" or user.bytes * members > at.bytes * 1.01:
+                return False
+    return found
 
 
 def _only_reduces(fusion: Instruction, operand: Instruction) -> bool:
