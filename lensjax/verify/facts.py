@@ -1,7 +1,7 @@
 """What the partitioner decided about a step, and what the step's arguments are: the ground that findings stand on.
 
-The step is lowered once as it is and once with twice the batch. Both give the same program, so the dimensions that differ
-are the batch (research: two-point tracing); Shardy says which mesh axes split every dimension of every value.
+The step is lowered once as it is and once with twice the batch. Both give the same program, so the dimensions that
+differ are the batch; Shardy says which mesh axes split every dimension of every value.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _program(step: Any, args: tuple[Any, ...]) -> Program:
 
 
 def _leaf_axes(program: Program) -> dict[int, int]:
-    """Flattened argument -> batch dimension. The program counts arrays only, the flattened arguments are arrays here."""
+    """Flattened argument -> batch dimension (the program counts arrays only)."""
     dynamic = [i for i, d in enumerate(program.call.dynamic) if d]
     return {dynamic[i]: axis for i, axis in program.batch.axes.items()}
 

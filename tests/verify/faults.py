@@ -16,8 +16,8 @@ from tests.verify.programs import Program, Scheme, Writer
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """`kind`: the finding expected. `line`: text that the finding's line of code must hold ("" where none is to blame).
-    `loops`: the fault needs a loop over the layers: "unrolled" then is a partly unrolled scan. `flat`: it needs unrolled
-    layers: "scanned" then is a wholly unrolled scan.
+    `loops`: the fault needs a loop over the layers: "unrolled" then is a partly unrolled scan. `flat`: it needs
+    unrolled layers: "scanned" then is a wholly unrolled scan.
     """
 
     kind: str
@@ -31,8 +31,10 @@ def _f32_gather(wr: Writer, name: str, w):
     return wr.gathered(name, w).astype(jnp.bfloat16)
 
 
-def _constrained(wr: Writer, name: str, w):
-    return wr.put(w.astype(jnp.bfloat16), *wr.use_spec(name))
+def _clipped_whole(wr: Writer, path, g):
+    """Gradients made whole to be clipped, then split again by the update."""
+    g = wr.put(g, *[None] * g.ndim)
+    return g / jnp.maximum(1.0, jnp.sqrt(jnp.sum(g * g)))
 
 
 def _hoisted(wr: Writer, name: str, w):
@@ -61,9 +63,9 @@ def _few_bits(wr: Writer, path, g):
     return jax.shard_map(total, mesh=wr.mesh, in_specs=P(), out_specs=P(), check_vma=False)(g)
 
 
-def _no_tensor(name: str, spec: P) -> P:
-    """The MLP's weights without their tensor axis, whatever the axes are called."""
-    if name not in ("up", "down"):
+def _no_tensor(name: str, spec: P, whole: tuple[str, ...] = ("up", "down")) -> P:
+    """Some weights without their tensor axis, whatever the axes are called."""
+    if name not in whole:
         return spec
     keep = [(d[-1] if isinstance(d, tuple) else d) for d in spec]
     at = programs.TENSOR[name]
@@ -71,17 +73,17 @@ def _no_tensor(name: str, spec: P) -> P:
 
 
 def _even_use(wr: Writer, name: str, w):
-    """The MLP's weights split over the tensor axis at their use, which does not divide them."""
+    """Attention weights split over the tensor axis at their use, which does not divide the heads."""
     w = w.astype(jnp.bfloat16)
-    if name == "up":
-        return wr.put(w, None, wr.model)
-    if name == "down":
-        return wr.put(w, wr.model, None)
+    if name in ("q", "k", "v"):
+        return wr.put(w, None, wr.model, None)
+    if name == "o":
+        return wr.put(w, wr.model, None, None)
     return wr.gathered(name, w)
 
 
 _FSDP = Scheme(shape=(8, 1), tensor=False)
-_UNEVEN = {"up": (programs.WIDTH, 1022), "down": (1022, programs.WIDTH)}
+_HEADS = {n: (programs.WIDTH, 5, programs.HEAD) for n in "qkv"} | {"o": (5, programs.HEAD, programs.WIDTH)}
 
 FAULTS: dict[str, Fault] = {
     "unconstrained carry": Fault("batch_lost", Scheme(pin=False), "[tokens]"),
@@ -94,10 +96,15 @@ FAULTS: dict[str, Fault] = {
     "transposed spec": Fault("resharded", Scheme(inside=lambda wr, h: wr.put(h, None, wr.data, wr.model)), ""),
     "gather hoisted": Fault("gather_hoisted", dataclasses.replace(_FSDP, stack=_hoisted), "", loops=True),
     "recompute undone": Fault(
-        "remat_undone", dataclasses.replace(_FSDP, remat=lambda f: jax.checkpoint(f, prevent_cse=False)), "", flat=True
+        "remat_undone",
+        Scheme(shape=(8, 1), tensor=False, fsdp=False, remat=lambda f: jax.checkpoint(f, prevent_cse=False)),
+        "",
+        flat=True,
     ),
     "uneven padding": Fault(
-        "padding", Scheme(shapes=_UNEVEN, override=_no_tensor, weight=_even_use), ""
+        "padding",
+        Scheme(shapes=_HEADS, override=lambda n, s: _no_tensor(n, s, ("q", "k", "v", "o")), weight=_even_use),
+        "",
     ),
     "int8 sum widened": Fault(
         "widened_wire", Scheme(shape=(8, 1), tensor=False, fsdp=False, gradients=_few_bits), "psum"
@@ -105,9 +112,9 @@ FAULTS: dict[str, Fault] = {
     "leaf left replicated": Fault(
         "left_replicated", dataclasses.replace(_FSDP, override=lambda n, s: P() if n == "embed" else s)
     ),
-    "table split twice": Fault("involuntary_remat", Scheme(weight=_split_table), ""),
+    "table split twice": Fault("resharded", Scheme(weight=_split_table), "[tokens]"),
     "axis across nodes": Fault("axis_order", Scheme(devices=lambda d: d.reshape(4, 2).T)),
-    "gradient whole": Fault("reduce_then_slice", dataclasses.replace(_FSDP, weight=_constrained), ""),
+    "gradient whole": Fault("reduce_then_slice", dataclasses.replace(_FSDP, gradients=_clipped_whole), ""),
     "work repeated": Fault("repeated_work", Scheme(override=_no_tensor), "bsf"),
 }
 
@@ -123,9 +130,7 @@ VARIANTS: dict[str, Callable[[Fault], Program]] = {
 
 CLEAN: dict[str, Callable[[], Program]] = {
     "dp": lambda: programs.plain(Scheme(shape=(8, 1), fsdp=False, tensor=False)),
-    "zero1": lambda: programs.plain(
-        Scheme(shape=(8, 1), fsdp=False, tensor=False, moments=_split_moment), scan=False
-    ),
+    "zero1": lambda: programs.plain(Scheme(shape=(8, 1), fsdp=False, tensor=False, moments=_split_moment), scan=False),
     "fsdp": lambda: programs.plain(_FSDP),
     "fsdp unrolled": lambda: programs.plain(_FSDP, scan=False),
     "fsdp nnx": lambda: programs.in_nnx(_FSDP),

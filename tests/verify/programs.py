@@ -1,7 +1,7 @@
 """Hand-sharded training steps, as people write them without a planner: a small decoder under the usual schemes.
 
-One model, three ways to write it (scanned, unrolled, NNX) and two sets of names. A `Scheme` says how it is sharded; faults
-(`faults.py`) are schemes with one thing wrong.
+One model, three ways to write it (scanned, unrolled, NNX) and two sets of names. A `Scheme` says how it is sharded;
+faults (`faults.py`) are schemes with one thing wrong.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ class Writer:
         def gather(w):
             return jax.lax.with_sharding_constraint(w, used)
 
-        gather.defvjp(
-            lambda w: (gather(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, stored),)
-        )
+        gather.defvjp(lambda w: (gather(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, stored),))
         return gather(w)
 
 
@@ -166,6 +164,10 @@ def ends(wr: Writer, get: Callable[[str], Any], tokens: Any, layers: Callable[[A
     labels = jnp.roll(tokens, -1, axis=1)
     hot = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1))
+
+
+def _scan(wr: Writer, body: Callable, x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (body(x, w), None), x, weights, unroll=wr.s.unroll)[0]
 
 
 def _remat(wr: Writer, f: Callable) -> Callable:
@@ -223,7 +225,9 @@ def convolutions() -> Program:
     def loss(params, images):
         x = images
         for name in ("one", "two"):
-            x = jax.lax.conv_general_dilated(x, params[name], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.lax.conv_general_dilated(
+                x, params[name], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
             x = jax.nn.relu(x)
         return jnp.mean((x.mean((1, 2)) @ params["out"]) ** 2)
 
@@ -354,7 +358,7 @@ def in_nnx(scheme: Scheme, *, scan: bool = False, names: dict[str, str] = PLAIN,
                     weights = {k: wr.s.stack(wr, k, v) for k, v in weights.items()}
                 body = _remat(wr, lambda x, w: block(wr, w.__getitem__, x))
                 if scan:
-                    return jax.lax.scan(lambda x, w: (body(x, w), None), x, weights, unroll=wr.s.unroll)[0]
+                    return _scan(wr, body, x, weights)
                 x = body(x, weights)
             return x
 
@@ -370,7 +374,14 @@ def in_nnx(scheme: Scheme, *, scan: bool = False, names: dict[str, str] = PLAIN,
 
     def placed(path, x):
         words = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
-        name = next((back[w] for w in reversed(words) if w in back and x.shape[-len(wr.shapes[back[w]]) :] == wr.shapes[back[w]]), None)
+        name = next(
+            (
+                back[w]
+                for w in reversed(words)
+                if w in back and x.shape[-len(wr.shapes[back[w]]) :] == wr.shapes[back[w]]
+            ),
+            None,
+        )
         spec = wr.spec(name) if name else P()
         if name and len(x.shape) > len(wr.shapes[name]):
             spec = P(None, *spec)
