@@ -60,7 +60,7 @@ def cluster_of(
         return Hierarchy(Cluster(name, device, (tier,), notes=tuple(notes)), ())
     breaking = _breaking(found, levels[0].group)
     order = _device_order(found, levels, embed=bool(breaking))
-    slots, sizes = _slots(levels, order)
+    slots, sizes = nested_slots([level.group for level in levels], order)
     tiers = _tiers(found, levels, sizes, names)
     missing = tuple(int(s) for s in np.setdiff1d(np.arange(sizes[-1]), slots))
     rank = np.argsort(np.argsort(slots))
@@ -155,38 +155,53 @@ def _device_order(found: Fabric, levels: list[_Level], embed: bool) -> np.ndarra
     return np.lexsort((inner, *(level.group for level in levels)))
 
 
-def _slots(levels: list[_Level], order: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """(slot of each device, size of each tier): every group padded to the largest of its tier."""
-    place = np.zeros(len(order), int)  # within the group of the level before
+def nested_slots(groups: Sequence[np.ndarray], order: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """(slot of each device, size of each tier) for nested groups, innermost first, every group padded to the largest
+    of its tier; groups and devices are numbered in the sequence of `order`."""
+    place = np.zeros(len(order), int)
     child, size, sizes = np.arange(len(order)), 1, []
-    for level in levels:
-        pairs = list(dict.fromkeys(zip(level.group[order], child[order])))
-        count: Counter = Counter()
-        position = {}
-        for parent, c in pairs:
-            position[(parent, c)] = count[parent]
-            count[parent] += 1
-        place += size * np.array([position[(p, c)] for p, c in zip(level.group, child)])
-        size *= max(count.values())
+    for group in groups:
+        pairs, pair = np.unique(np.stack([group, child]), axis=1, return_inverse=True)
+        first = np.full(pairs.shape[1], len(order))
+        np.minimum.at(first, pair, np.argsort(order))
+        position = np.zeros(pairs.shape[1], int)
+        rank = np.lexsort((first, pairs[0]))
+        start = np.r_[True, np.diff(pairs[0][rank]) > 0]
+        position[rank] = np.arange(len(rank)) - np.maximum.accumulate(np.where(start, np.arange(len(rank)), 0))
+        place += size * position[pair]
+        size *= int(position.max()) + 1
         sizes.append(size)
-        child = level.group
+        child = group
     return place, sizes
 
 
 def _tiers(found: Fabric, levels: list[_Level], sizes: list[int], names: Sequence[str]) -> tuple[Tier, ...]:
     tiers: list[Tier] = []
+    where = found.source or "the graph"
     for i, level in enumerate(levels):
-        each = level.each[level.each > 0]
-        kind = "mesh" if i == 0 and _direct(found, level.group) else "switch"
+        each = float(np.median(level.each[level.each > 0]))
         name = names[i] if i < len(names) else level.kind or f"tier{i}"
-        used = [t.name for t in tiers]
-        name = name if name not in used else f"{name}{i}"
-        source = f"from {found.source or 'the graph'}: what leaves a group, over its devices"
-        sources = {"bandwidth": source, "latency": found.source or "the graph"}
-        sharing = max(1, round(level.bandwidth / float(np.median(each)))) if i else 1
-        tier = Tier(name, sizes[i], float(np.median(each)), level.latency, sharing, kind=kind, sources=sources)
+        sources = {"bandwidth": f"{where}: what leaves a group, over its devices", "latency": where}
+        tier = Tier(_fresh(name, tiers), sizes[i], each, level.latency, sources=sources)
+        if i == 0 and _direct(found, level.group):
+            tier = dataclasses.replace(tier, kind="mesh")
+        elif i and level.bandwidth == levels[i - 1].bandwidth and each < tiers[-1].usable * 0.99:
+            # A further stage of switches over the same cables: less leaves it than enters.
+            ratio = tiers[-1].bandwidth / each
+            sources = {**sources, "oversubscription": f"{where}: cables below over cables above"}
+            below = tiers[-1]
+            tier = dataclasses.replace(tier, bandwidth=below.bandwidth, nic_sharing=below.nic_sharing)
+            tier = dataclasses.replace(tier, oversubscription=ratio, sources=sources)
+        elif i:
+            sharing = tiers[-1].nic_sharing if level.bandwidth == levels[i - 1].bandwidth else level.bandwidth / each
+            tier = dataclasses.replace(tier, nic_sharing=max(1, round(sharing)))
         tiers.append(tier)
     return tuple(tiers)
+
+
+def _fresh(name: str, tiers: Sequence[Tier]) -> str:
+    taken = {t.name for t in tiers}
+    return next(n for n in [name, *(f"{name}-{i}" for i in range(2, 99))] if n not in taken)
 
 
 def _direct(found: Fabric, group: np.ndarray) -> bool:
@@ -197,7 +212,7 @@ def _direct(found: Fabric, group: np.ndarray) -> bool:
 def _slow(levels: list[_Level], tiers: Sequence[Tier], slots: np.ndarray) -> tuple[Slow, ...]:
     result = []
     for _i, (level, tier) in enumerate(zip(levels, tiers)):
-        each = level.each / tier.bandwidth
+        each = level.each / tier.usable
         for factor in np.unique(np.round(each[each < _SAME], 6)):
             members = tuple(int(s) for s in np.sort(slots[np.isclose(each, factor, atol=1e-6)]))
             if factor > 0:
