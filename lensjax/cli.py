@@ -16,7 +16,9 @@ from typing import Any
 from lensjax._errors import LensjaxError, UsageError
 
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "topo": "lensjax.commands.topo",
+}
 
 
 class _Parser(argparse.ArgumentParser):

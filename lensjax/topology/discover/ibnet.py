@@ -25,7 +25,8 @@ _RATE = re.compile(r"\b(1|2|4|8|12)x(SDR|DDR|QDR|FDR10|FDR|EDR|HDR|NDR|XDR)\b")
 # Data rate of one lane in Gbit/s after line coding: InfiniBand Trade Association roadmap.
 _LANE = {"SDR": 2, "DDR": 4, "QDR": 8, "FDR10": 10, "FDR": 13.64, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
 _LATENCY = 2e-6  # half of NCCL's network hop (src/graph/tuning.cc hwLat, ring, LL128): a cable and a switch
-_PREAMBLE = ("vendid=", "devid=", "sysimgguid=", "switchguid=", "caguid=", "rtguid=", "Chassis", "#", "DR path")
+_PREAMBLE = ("vendid=", "devid=", "sysimgguid=", "switchguid=", "caguid=", "rtguid=", "#", "DR path", "ibwarn:")
+_CHASSIS = ("Chassis", "Non-Chassis")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ def parse(text: str) -> Network:
     current, lines = None, text.splitlines()
     for number, line in enumerate(lines, 1):
         line = line.strip()
-        if not line or line.startswith(_PREAMBLE):
+        if not line or line.startswith((*_PREAMBLE, *_CHASSIS)):
             continue
         if block := _BLOCK.match(line):
             current = block[3]

@@ -77,7 +77,7 @@ class _Reader:
 
     def _pci(self, name: dict[int, int], node: int) -> Iterator[Link]:
         for cpu in self.root.iter("cpu"):
-            top = f"{node}/cpu{self.attribute(cpu, 'numaid')}.{cpu.get('host_hash', '')}"
+            top = f"{node}/{self.cpu(cpu)}"
             todo = [(p, top) for p in cpu.findall("pci")]
             while todo:
                 pci, above = todo.pop(0)
@@ -93,7 +93,7 @@ class _Reader:
             note = "a PCIe link without a known speed: taken for 8 GT/s x16"
             self.notes += [note] if note not in self.notes else []
             return 8e9 * 16 / 8 * 128 / 130
-        rate = float(speed[1])
+        rate = float(speed[1])  # GT/s
         return rate * 1e9 * width / 8 * (0.8 if rate <= 5 else 128 / 130)
 
     def _nvlinks(self, name: dict[int, int], node: int) -> Iterator[Link]:
@@ -128,7 +128,7 @@ class _Reader:
     def _sockets(self, node: int) -> Iterator[Link]:
         cpus = list(self.root.iter("cpu"))
         for cpu in cpus:
-            top = f"{node}/cpu{self.attribute(cpu, 'numaid')}.{cpu.get('host_hash', '')}"
+            top = f"{node}/{self.cpu(cpu)}"
             rate = _CPU_LINK.get(cpu.get("vendor", ""), 10e9)
             if len(cpus) > 1:
                 yield Link(top, f"{node}/sockets{cpu.get('host_hash', '')}", rate, _LATENCY["pcie"] / 2, "upi")
@@ -137,20 +137,27 @@ class _Reader:
         hosts = len({c.get("host_hash", "") for c in self.root.iter("cpu")})
         if nodes * hosts < 2:
             return
-        nets = [(pci, net) for pci in self.root.iter("pci") for nic in pci.findall("nic") for net in nic.findall("net")]
+        nets = list(self._nets())
         if not nets:
             raise ClusterError(
-                f"{SOURCE}: {nodes} nodes but no <net> element", hint="the dump of a job on several nodes names NICs"
+                f"{SOURCE}: {nodes} nodes but no <net>", hint="the dump of a job on several nodes has them"
             )
         for node in range(nodes):
-            for pci, net in nets:
+            for place, net in nets:
                 speed = self.number(net, "speed")  # Mbit/s
                 if speed <= 0:
-                    raise bad(
-                        SOURCE, self.line(net), f"net {net.get('name')} speed {speed}", "a speed in Mbit/s above 0"
-                    )
-                here = f"{node}/pci{self.attribute(pci, 'busid').lower()}"
-                yield Link(here, "network", speed * 1e6 / 8, _LATENCY["network"] / 2, "network")
+                    raise bad(SOURCE, self.line(net), f"net {net.get('name')} speed {speed}", "Mbit/s above 0")
+                yield Link(f"{node}/{place}", "network", speed * 1e6 / 8, _LATENCY["network"] / 2, "network")
+
+    def _nets(self) -> Iterator[tuple[str, ElementTree.Element]]:
+        """(where it hangs, the NIC port): under a PCI device, or under a CPU for sockets."""
+        for pci in self.root.iter("pci"):
+            yield from ((f"pci{self.attribute(pci, 'busid').lower()}", net) for net in pci.findall("nic/net"))
+        for cpu in self.root.iter("cpu"):
+            yield from ((self.cpu(cpu), net) for net in cpu.findall("nic/net"))
+
+    def cpu(self, element: ElementTree.Element) -> str:
+        return f"cpu{self.attribute(element, 'numaid')}.{element.get('host_hash', '')}"
 
     def attribute(self, element: ElementTree.Element, key: str) -> str:
         value = element.get(key)

@@ -96,15 +96,15 @@ def discover(text: str, device: str | None = None, nodes: int = 1, nic_bandwidth
     """The cluster of `nodes` nodes like the one in the text.
 
     `device`: a name of the catalogue; without it the NVLink generation tells (and the notes say so). `nic_bandwidth`:
-    bytes/s of one NIC; without it the catalogue's.
+    bytes/s of one NIC; without it the catalogue's network of a node, over the NICs that are near a GPU.
     """
     matrix, notes = parse(text), []
     found = catalogue.device(device) if device else _guess(matrix, notes)
     if nodes > 1 and nic_bandwidth is None:
         machine = next(m for m in catalogue.machines().values() if m.data["device"] == found.name)
         network = catalogue.make(machine, (2,)).tiers[-1]
-        nic_bandwidth = network.bandwidth * network.nic_sharing
-        notes.append(f"the NICs' bandwidth is the catalogue's for {machine.name}: {SOURCE} does not tell it")
+        nic_bandwidth = network.bandwidth * len(matrix.gpus) / max(len(_compute_nics(matrix)), 1)
+        notes.append(f"the network's bandwidth is the catalogue's for {machine.name}: {SOURCE} does not tell it")
     return cluster_of(node_fabric(matrix, found, nodes, nic_bandwidth or 0.0), found, "nvidia-smi", notes=notes)
 
 
@@ -125,9 +125,15 @@ def node_fabric(matrix: Matrix, device: Device, nodes: int = 1, nic_bandwidth: f
         links += _nvlinks(matrix, device, ends, node) + _pcie(matrix, device, ends, node)
         if nodes > 1:
             # Without NICs in the matrix the node still has its network, on the host side.
-            at = [ends[n] for n in matrix.nics] or [f"{node}/SYS0"]
+            at = [ends[n] for n in _compute_nics(matrix)] or [f"{node}/SYS0"]
             links += [Link(a, "network", nic_bandwidth, _LATENCY["network"] / 2, "network") for a in at]
     return fabric(nodes * len(matrix.gpus), links, SOURCE)
+
+
+def _compute_nics(matrix: Matrix) -> list[str]:
+    """The NICs under a PCIe switch with a GPU; where there are none, all (others are for storage and management)."""
+    near = [n for n in matrix.nics if any(matrix.cells[n, g] in ("PIX", "PXB") for g in matrix.gpus)]
+    return near or list(matrix.nics)
 
 
 def _nvlinks(matrix: Matrix, device: Device, ends: dict, node: int) -> list[Link]:
