@@ -88,33 +88,52 @@ class _Merger:
         return np.unique(self.label[: self.devices], return_inverse=True)[1]
 
     def stage(self, bandwidth: float) -> tuple[np.ndarray, np.ndarray]:
-        """(edges that join a group of devices to something, links of at least `bandwidth`; bytes/s per device that
-        leave its group), for the labels as they are.
+        """Joins along links of at least `bandwidth`, one stage of switches; returns (those links, bytes/s per device
+        of the links over which its group joined). No links: nothing is left to join.
 
         A few groups whose links are all slower (a slow NIC) join through those as if they were not.
         """
+        self.label = self._with_private()
         ends, many = self.label[self.ends], len(self.label)
         cross = ends[:, 0] != ends[:, 1]
         count = np.bincount(self.label[: self.devices], minlength=many)
         widest = np.zeros(many)
         np.maximum.at(widest, ends[cross].ravel(), np.repeat(self.bandwidth[cross], 2))
         weak = (count > 0) & (widest < bandwidth * _SAME)
-        few = 0 < count[weak].sum() <= _FEW * self.devices
         limit = np.where(weak, widest, bandwidth)  # of each group
         wide = self.bandwidth >= bandwidth * _SAME
-        if few:
-            own = np.where(weak[ends], limit[ends] * _SAME, np.inf).min(axis=1)
-            wide = wide | (self.bandwidth >= own)
-        joined = cross & wide & (count[ends] > 0).any(axis=1)
+        if 0 < count[weak].sum() <= _FEW * self.devices:
+            wide = wide | (self.bandwidth >= np.where(weak[ends], limit[ends] * _SAME, np.inf).min(axis=1))
+        joined = np.flatnonzero(cross & wide & (count[ends] > 0).any(axis=1))
+        device_label = self.label[: self.devices]
+        self._join(joined)
+        carries = cross & (self.label[self.ends[:, 0]] == self.label[self.ends[:, 1]])
         total = np.zeros(many)
-        for side in (0, 1):
-            at = ends[:, side]
-            carries = cross & (self.bandwidth >= _COUNTED * limit[at])
-            total += np.bincount(at[carries], weights=self.bandwidth[carries], minlength=many)
-        each = total / np.maximum(count, 1)
-        return np.flatnonzero(joined), each[self.label[: self.devices]]
+        for at in ends.T:
+            counted = carries & (self.bandwidth >= _COUNTED * limit[at])
+            total += np.bincount(at[counted], weights=self.bandwidth[counted], minlength=many)
+        return joined, (total / np.maximum(count, 1))[device_label]
 
-    def join(self, edges: np.ndarray) -> None:
+    def _with_private(self) -> np.ndarray:
+        """The labels after every group took in the switches, NICs and sockets that are nearer to it than to others:
+        what leaves a group is then what leaves its own NICs, however it reaches them.
+        """
+        ends, many = self.label[self.ends], len(self.label)
+        cross = ends[:, 0] != ends[:, 1]
+        here, there = np.r_[ends[cross, 0], ends[cross, 1]], np.r_[ends[cross, 1], ends[cross, 0]]
+        owner = np.full(many, -1)  # of each label: -1 nobody yet, -2 several
+        owner[self.label[: self.devices]] = self.label[: self.devices]
+        while True:
+            low, high = np.full(many, many), np.full(many, -3)
+            known = owner[here] != -1
+            np.minimum.at(low, there[known], owner[here[known]])
+            np.maximum.at(high, there[known], owner[here[known]])
+            new = (owner == -1) & (high > -3)
+            if not new.any():
+                return np.where(owner >= 0, owner, np.arange(many))[self.label]
+            owner[new] = np.where(low == high, low, -2)[new]
+
+    def _join(self, edges: np.ndarray) -> None:
         pairs, many = self.label[self.ends[edges]], len(self.label)
         links = sparse.coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(many, many))
         self.label = csgraph.connected_components(links, directed=False)[1][self.label]
@@ -129,12 +148,11 @@ def _levels(found: Fabric) -> list[_Level]:
     while len(rest):
         bandwidth, rest = float(rest[0]), rest[rest < rest[0] * _SAME]
         while True:
+            before = merger.groups()
             edges, each = merger.stage(bandwidth)
             if len(edges) == 0:
                 break
-            before = merger.groups()
             direct = (merger.ends[edges] < found.devices).all(axis=1)
-            merger.join(edges)
             after = merger.groups()
             if after.max() < before.max():
                 kind = Counter(merger.kind[e] for e in edges).most_common(1)[0][0]
@@ -185,7 +203,7 @@ def _tiers(found: Fabric, levels: list[_Level], sizes: list[int], names: Sequenc
         tier = Tier(_fresh(name, tiers), sizes[i], each, level.latency, sources=sources)
         if i == 0 and _direct(found, level.group):
             tier = dataclasses.replace(tier, kind="mesh")
-        elif i and level.bandwidth == levels[i - 1].bandwidth and each < tiers[-1].usable * 0.99:
+        elif _same_cables(levels, i) and each < tiers[-1].usable * 0.99:
             # A further stage of switches over the same cables: less leaves it than enters.
             ratio = tiers[-1].bandwidth / each
             sources = {**sources, "oversubscription": f"{where}: cables below over cables above"}
@@ -193,10 +211,15 @@ def _tiers(found: Fabric, levels: list[_Level], sizes: list[int], names: Sequenc
             tier = dataclasses.replace(tier, bandwidth=below.bandwidth, nic_sharing=below.nic_sharing)
             tier = dataclasses.replace(tier, oversubscription=ratio, sources=sources)
         elif i:
-            sharing = tiers[-1].nic_sharing if level.bandwidth == levels[i - 1].bandwidth else level.bandwidth / each
+            sharing = tiers[-1].nic_sharing if _same_cables(levels, i) else level.bandwidth / each
             tier = dataclasses.replace(tier, nic_sharing=max(1, round(sharing)))
         tiers.append(tier)
     return tuple(tiers)
+
+
+def _same_cables(levels: list[_Level], i: int) -> bool:
+    """Whether level i is a further stage of switches over the cables of the level below."""
+    return i > 0 and levels[i].bandwidth == levels[i - 1].bandwidth and (i > 1 or levels[0].kind == levels[1].kind)
 
 
 def _fresh(name: str, tiers: Sequence[Tier]) -> str:

@@ -12,6 +12,7 @@ from lensjax.topology.torus import link_rate
 from lensjax.topology.units import pretty
 
 _MOST = 64  # devices a side of the heat map
+_INK, _LINE = "#333333", "#4477aa"
 _CHILDREN = 4  # groups drawn under one; the rest is a number
 
 
@@ -55,7 +56,7 @@ def sample(cluster: Cluster) -> np.ndarray:
     slots = np.argsort(cluster.slots)
     if cluster.devices <= _MOST:
         return slots
-    inner = max((t.size for t in cluster.tiers if t.size <= _MOST // 4), default=1)
+    inner = max((t.size for t in cluster.tiers if t.size <= _MOST // 4), default=_MOST // 4)
     groups = cluster.slots[slots] // inner
     starts = np.unique(groups)
     wanted: list[int] = []
@@ -79,7 +80,7 @@ def draw(cluster: Cluster, path: str | Path) -> None:
     figure.suptitle(f"{cluster.name}: {cluster.devices:,} x {cluster.device.name}{lost}", fontsize=14)
     _draw_tree(cluster, tree)
     _draw_heat(cluster, figure, heat)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight", pad_inches=0.15)
 
 
 def _draw_heat(cluster: Cluster, figure: Any, axes: Any) -> None:
@@ -96,9 +97,9 @@ def _draw_heat(cluster: Cluster, figure: Any, axes: Any) -> None:
     image = axes.imshow(shown, cmap="viridis", norm=LogNorm(low * 0.9, high * 1.1), interpolation="nearest")
     levels = np.unique(np.round(off, 3))
     bar = figure.colorbar(image, ax=axes, shrink=0.8, label="GB/s per device, one direction, all sending")
-    if len(levels) <= 8:
-        bar.set_ticks(levels, labels=[f"{v:.3g}" for v in levels])
-        bar.minorticks_off()
+    ticks = levels if len(levels) <= 8 else np.geomspace(low, high, 6)
+    bar.set_ticks(list(ticks), labels=[f"{v:.3g}" for v in ticks])
+    bar.minorticks_off()
     step = max(1, len(ids) // 8)
     at = np.arange(0, len(ids), step)
     axes.set_xticks(at, [str(i) for i in ids[at]])
@@ -118,27 +119,47 @@ def _draw_tree(cluster: Cluster, axes: Any) -> None:
     axes.set_xlim(-0.62, 1.02)
     axes.set_ylim(-0.6, depth + 0.3)
     rates = np.log10([t.usable for t in cluster.tiers])
-    low, high, centre = 0.0, 1.0, 0.5
-    axes.plot([centre], [depth], "o", color="#333333", markersize=9, zorder=3)
+    centre = 0.5
+    axes.plot([centre], [depth], "o", color=_INK, markersize=9, zorder=3)
     for level in range(depth - 1, -1, -1):
         tier = cluster.tiers[level]
-        count = -(-tier.size // (cluster.tiers[level - 1].size if level else 1))
-        width = 1 + 5 * (rates[level] - rates.min()) / (np.ptp(rates) or 1)
-        drawn = min(count, _CHILDREN if level else 8)
-        places = np.linspace(low, high, drawn + 2)[1:-1] if drawn > 1 else np.array([centre])
-        for x in places:
-            axes.plot(
-                [centre, x], [level + 1, level], color="#4477aa", linewidth=width, solid_capstyle="round", zorder=1
-            )
-            axes.plot([x], [level], "s" if level == 0 else "o", color="#333333", markersize=8 if level else 7, zorder=3)
-        if drawn < count:
-            axes.text(places[-1] + 0.035, level, f"... {count} in all", va="center", fontsize=9, color="#555555")
         axes.text(-0.6, level + 0.5, _caption(tier), va="center", fontsize=9.5, linespacing=1.35)
-        half = (places[1] - places[0]) / 2 if drawn > 1 else (high - low) / 2
-        centre = places[0]
-        low, high = (max(0.0, centre - half), centre + half) if level > 1 else (0.0, 1.0) if level == 1 else (low, high)
-    axes.text(0.5, -0.35, f"devices ({cluster.device.name})", ha="center", fontsize=10)
+        width = 1 + 5 * (rates[level] - rates.min()) / (np.ptp(rates) or 1)
+        if level == 0 and tier.kind == "torus":
+            _draw_torus(tier, axes, centre)
+        else:
+            count = -(-tier.size // (cluster.tiers[level - 1].size if level else 1))
+            centre = _draw_children(axes, level, centre, count, width)
+    axes.text(0.5, -0.45, f"devices ({cluster.device.name})", ha="center", fontsize=10)
     axes.set_title("tiers of links", fontsize=11)
+
+
+def _draw_children(axes: Any, level: int, centre: float, count: int, width: float) -> float:
+    """The lines from a group to the groups (or devices) in it; returns where the first of them is."""
+    drawn = min(count, _CHILDREN if level else 8)
+    places = np.linspace(0.0, 1.0, drawn + 2)[1:-1] if drawn > 1 else np.array([centre])
+    for x in places:
+        axes.plot([centre, x], [level + 1, level], color=_LINE, linewidth=width, solid_capstyle="round", zorder=1)
+        axes.plot([x], [level], "o" if level else "s", color=_INK, markersize=8 if level else 7, zorder=3)
+    if drawn < count:
+        axes.text(places[-1] + 0.035, level, f"... {count} in all", va="center", fontsize=9, color="#555555")
+    return float(places[0])
+
+
+def _draw_torus(tier: Tier, axes: Any, centre: float) -> None:
+    """The last two sides of the torus as a grid (at most 8 x 8 of it), hung under its group; stubs are wrap links."""
+    sides = (*(1,) * (2 - len(tier.shape)), *tier.shape)[-2:]
+    wraps = (*(False,) * (2 - len(tier.shape)), *tier.wrap)[-2:]
+    rows, columns = (min(n, 8) for n in sides)
+    x, y = np.linspace(0.12, 0.88, columns), np.linspace(0.62, -0.2, rows)
+    axes.plot([centre, 0.5], [1, 0.72], color=_LINE, linewidth=1, linestyle=":", zorder=1)
+    axes.hlines(y, x[0] - 0.04 * wraps[1], x[-1] + 0.04 * wraps[1], color=_LINE, linewidth=2, zorder=1)
+    axes.vlines(x, y[-1] - 0.05 * wraps[0], y[0] + 0.05 * wraps[0], color=_LINE, linewidth=2, zorder=1)
+    axes.plot(np.repeat(x, rows), np.tile(y, columns), "s", color=_INK, markersize=6, zorder=3)
+    more = f"{sides[0]} x {sides[1]}" + (
+        f", {tier.size // (sides[0] * sides[1])} layers" if len(tier.shape) > 2 else ""
+    )
+    axes.text(0.97, 0.2, more, fontsize=9, color="#555555", rotation=90, va="center")
 
 
 def _caption(tier: Tier) -> str:
@@ -148,7 +169,7 @@ def _caption(tier: Tier) -> str:
     ]
     if tier.kind == "torus":
         lines.append("torus " + " x ".join(f"{n}{'' if w else ' (open)'}" for n, w in zip(tier.shape, tier.wrap)))
-    more = [f"{tier.nic_sharing} share a NIC"] if tier.nic_sharing > 1 else []
+    more = [f"{tier.nic_sharing} share a NIC or link"] if tier.nic_sharing > 1 else []
     more += [f"oversubscribed {tier.oversubscription:.3g}:1"] if tier.oversubscription > 1 else []
     more += ["reduces in the switch"] if tier.multicast else []
     return "\n".join([*lines, *([", ".join(more)] if more else [])])

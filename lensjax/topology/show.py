@@ -114,7 +114,7 @@ def _remarks(cluster: Cluster, tier: Tier) -> list[str]:
         result.append("torus " + "x".join(f"{n}{'' if w else ' open'}" for n, w in zip(tier.shape, tier.wrap)))
     elif tier.kind != "switch":
         result.append(tier.kind)
-    result += [f"{tier.nic_sharing} share a NIC"] if tier.nic_sharing > 1 else []
+    result += [f"{tier.nic_sharing} share a NIC or link"] if tier.nic_sharing > 1 else []
     result += [f"oversubscribed {tier.oversubscription:.3g}:1"] if tier.oversubscription > 1 else []
     result += ["reduces in the switch"] if tier.multicast else []
     result += ["half duplex"] if not tier.full_duplex else []

@@ -6,6 +6,7 @@ process has one device, `hosts` (a host name per process) or SLURM's environment
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -56,8 +57,6 @@ def _cpu(devices: Sequence[Any]) -> Cluster:
 
 
 def _ordered(cluster: Cluster, rank: np.ndarray) -> Cluster:
-    import dataclasses
-
     same = (rank == np.arange(len(rank))).all()
     return cluster if same else dataclasses.replace(cluster, order=tuple(int(r) for r in rank))
 
@@ -68,7 +67,7 @@ def _torus(devices: Sequence[Any]) -> Cluster:
     """
     kind = devices[0].device_kind
     device = catalogue.device_of_kind(kind)
-    machine = next((m for m in catalogue.machines().values() if device and m.data["device"] == device.name), None)
+    machine = catalogue.machine_of(device) if device else None
     if machine is None:
         raise ClusterError(
             f"no {kind!r} in the catalogue", hint="write a cluster file: lensjax topo --json shows the format"
@@ -98,7 +97,7 @@ def _gpus(devices: Sequence[Any], hosts: Sequence[str] | None, environment: Mapp
         raise ClusterError(
             f"no {kind!r} in the catalogue", hint="write a cluster file; lensjax topo dgx-h100 --json shows the format"
         )
-    machine = next(m for m in catalogue.machines().values() if m.data["device"] == device.name)
+    machine = catalogue.machine_of(device)
     processes = [d.process_index for d in devices]
     names, notes = _host_names(processes, hosts, environment)
     if names is None:

@@ -101,7 +101,7 @@ def discover(text: str, device: str | None = None, nodes: int = 1, nic_bandwidth
     matrix, notes = parse(text), []
     found = catalogue.device(device) if device else _guess(matrix, notes)
     if nodes > 1 and nic_bandwidth is None:
-        machine = next(m for m in catalogue.machines().values() if m.data["device"] == found.name)
+        machine = catalogue.machine_of(found)
         network = catalogue.make(machine, (2,)).tiers[-1]
         nic_bandwidth = network.bandwidth * len(matrix.gpus) / max(len(_compute_nics(matrix)), 1)
         notes.append(f"the network's bandwidth is the catalogue's for {machine.name}: {SOURCE} does not tell it")
