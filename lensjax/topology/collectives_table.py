@@ -75,6 +75,9 @@ def _row(line: int, raw: dict[str, str]) -> Row:
     op = _OPS.get(raw["op"].strip().lower(), raw["op"].strip().lower())
     if rate is None and bus is not None and devices > 1:
         rate = bus / bus_factor(op, devices)
+    if "tpu-recipes" in raw.get("notes", "") and rate is not None:
+        # That tool prints 2 (n-1)/n bytes / time for a psum (accelerator-microbenchmarks, benchmark_collectives.py): bus bandwidth.
+        rate /= bus_factor(op, devices)
     rate = None if rate is None else rate * 1e9
     seconds = size / rate if size and rate else _noted_latency(raw.get("notes", ""))
     return Row(line, raw["system"], raw["intra/inter"].strip(), op, devices, size, rate, seconds, raw.get("notes", ""))
