@@ -17,7 +17,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from lensjax.topology.calibrate_model import Design, design
 from lensjax.topology.collectives_profile import NCCL_PROTOCOLS, PLAIN, Profile
-from lensjax.topology.collectives_table import Row
+from lensjax.topology.collectives_table import RATE_SIZE, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,6 @@ PARAMETERS = (
 )
 NOISE = 0.08  # typical scatter of repeated nccl-tests rows, in log time
 KNEE = 2.0  # residuals beyond this many NOISE count linearly
-RATE_SIZE = 2.0**30  # rows without a size state a large-message rate: taken at 1 GiB, and trusted half as much
 # How far a subset's share of an irregular fabric may be from its count of links; on a switch all subsets are alike.
 SUBSET_MESH, SUBSET_SWITCH = 0.5, 0.03
 _STARTS = {p.name: float(np.log(p.start)) for p in PARAMETERS}
@@ -150,7 +149,7 @@ class Problem:
         self.matrices = _matrices(self.data, self.unknowns)
         self.spread = np.array([u.spread for u in self.unknowns])
         known = np.isfinite(self.data.measured)
-        self.weight = np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE
+        self.weight = np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE  # a size that is not stated: half the trust
         self.measured = np.log(np.where(known, self.data.measured, 1.0))
 
     def logs(self, z: np.ndarray) -> dict[str, np.ndarray]:
