@@ -1,7 +1,8 @@
-"""The catalogue: real machines as data files, and the specs that name them ("dgx-h100:32", "tpu-v5p:4x4x8", "cpu:2x4").
+"""The catalogue: real machines as data files, and the specs that name them ("dgx-h100:32", "tpu-v5p:4x4x8",
+"cpu:2x4").
 
-A machine file is a cluster file whose outermost tiers may have `size: all`, with `unit` (what the number after the colon
-counts) or, for a torus, `torus` (dimensions, largest slice, which lengths wrap). `make` fills in the sizes.
+A machine file is a cluster file whose outermost tiers may have `size: all`, with `unit` (what the number after the
+colon counts) or, for a torus, `torus` (dimensions, largest slice, which lengths wrap). `make` fills in the sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def device(name: str) -> Device:
 def device_of_kind(kind: str) -> Device | None:
     """The catalogue's device for a JAX `device_kind` ("NVIDIA H100 80GB HBM3"), or None."""
     return next((d for d in _devices().values() if kind in d.kinds), None)
+
+
+def machine_of(found: Device) -> Machine:
+    """The machine that best stands for a device where only that is known: the vendor's own (dgx-...) before a
+    cloud's.
+
+    Raises ClusterError when the catalogue has none.
+    """
+    named = [m for m in machines().values() if m.data["device"] == found.name]
+    if not named:
+        raise ClusterError(f"no machine with {found.name} in the catalogue", hint="write a cluster file")
+    return min(named, key=lambda m: not m.name.startswith("dgx"))
 
 
 @functools.cache
@@ -128,7 +141,7 @@ def _nodes(found: Machine, factors: tuple[int, ...] | None) -> list[dict[str, An
     if len(factors or ()) > 2 or used > unit:
         raise ClusterError(
             f"{found.name} has {unit} devices in one {found.unit}; found {'x'.join(map(str, factors or ()))}",
-            hint=f"{found.name}:{units} is {units} {found.unit}s, {found.name}:{units}x{min(used, unit)} uses some of each",
+            hint=f"{found.name}:4 is 4 {found.unit}s, {found.name}:4x{unit // 2} uses {unit // 2} devices of each",
         )
     total, tiers = units * used, []
     for tier in found.data["tiers"]:
@@ -192,7 +205,7 @@ def torus_shape(chips: int, rank: int) -> tuple[int, ...]:
     return best
 
 
-def _cpu(factors: tuple[int, ...]) -> Cluster:
+def _cpu(factors: Sequence[int]) -> Cluster:
     """Emulated CPU devices: `cpu:N` in one process, `cpu:HxN` in H processes of N."""
     if len(factors) > 2:
         raise ClusterError(f"cpu:{'x'.join(map(str, factors))}", hint="cpu:8, or cpu:2x4 for 2 processes of 4 devices")

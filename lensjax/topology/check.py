@@ -41,7 +41,7 @@ def _check_tiers(cluster: Cluster, where: str) -> None:
         last = outer is cluster.tiers[-1]
         if outer.size < inner.size or (outer.size % inner.size and not last):
             raise ClusterError(
-                f"{where}: tier {outer.name!r} of {outer.size} devices does not hold whole groups of {inner.name!r} ({inner.size})",
+                f"{where}: {outer.name!r} of {outer.size} does not hold whole groups of {inner.name!r} ({inner.size})",
                 hint="sizes are cumulative, innermost first, e.g. 8, 64, 512; describe an uneven node with `missing`",
             )
 

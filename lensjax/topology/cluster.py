@@ -1,9 +1,9 @@
 """A cluster as data: one device, and the tiers of links that join the devices, innermost and fastest first.
 
-Devices are numbered 0..devices-1 as JAX numbers them. They sit in *slots*: slot s of a cluster belongs to group s // size of
-each tier, so a regular cluster needs no table. Damage is an exception to that frame, not another format: `missing` slots are
-empty, `slow` links run at a fraction, `others` are slots with another device, and `order` says which slot each device took
-where a discovered machine numbers them otherwise.
+Devices are numbered 0..devices-1 as JAX numbers them. They sit in *slots*: slot s of a cluster belongs to group s //
+size of each tier, so a regular cluster needs no table. Damage is an exception to that frame, not another format:
+`missing` slots are empty, `slow` links run at a fraction, `others` are slots with another device, and `order` says
+which slot each device took where a discovered machine numbers them otherwise.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Tier:
 
     `size`: devices inside one group of this tier, cumulative (node 8, rack 64, ...).
     `bandwidth`: bytes/s one device gets in one direction when all devices of the group send at once, before
-    oversubscription; over all its links (for a torus: 2 per dimension). `nic_sharing` devices share one NIC, so that one
-    device alone may reach `bandwidth * nic_sharing`. `latency`: seconds per hop for a small message.
+    oversubscription; over all its links (for a torus: 2 per dimension). `nic_sharing` devices share one NIC, so that
+    one device alone may reach `bandwidth * nic_sharing`. `latency`: seconds per hop for a small message.
     `oversubscription`: capacity below over capacity above (1 = full bisection). `multicast`: the switch reduces and
-    multicasts (NVLS, SHARP). `takes_cores`: a collective on it occupies compute cores. `full_duplex`: both directions at once.
-    `kind`: switch (any pair at full rate), mesh (a link to each peer), ring, or torus (then `shape`, and `wrap` per dimension).
-    `sources`: field name -> where the number comes from.
+    multicasts (NVLS, SHARP). `takes_cores`: a collective on it occupies compute cores. `full_duplex`: both directions
+    at once. `kind`: switch (any pair at full rate), mesh (a link to each peer), ring, or torus (then `shape`, and
+    `wrap` per dimension). `sources`: field name -> where the number comes from.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Tier:
             raise ClusterError(f"{where}: size {self.size} and nic_sharing {self.nic_sharing} must be at least 1")
         if not (self.bandwidth > 0 and self.latency >= 0 and self.oversubscription >= 1):
             raise ClusterError(
-                f"{where}: bandwidth {self.bandwidth}, latency {self.latency}, oversubscription {self.oversubscription}",
+                f"{where}: bandwidth {self.bandwidth}, latency {self.latency}, oversubscribed {self.oversubscription}",
                 hint="bandwidth must be positive, latency at least 0, oversubscription at least 1",
             )
         if self.kind not in KINDS:
@@ -71,9 +71,10 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator. Bytes, bytes/s, FLOP/s. `peak`: dtype name -> dense peak; `achievable`: dtype name -> fraction of it
-    that a large matmul reaches. `host_bandwidth`: to host memory, one direction, for offload; `host_memory`: this device's
-    part of it. `kinds`: what JAX calls it (`device_kind`). `sources`: field name -> where the number comes from.
+    """One accelerator. Bytes, bytes/s, FLOP/s. `peak`: dtype name -> dense peak; `achievable`: dtype name -> fraction
+    of it that a large matmul reaches. `host_bandwidth`: to host memory, one direction, for offload; `host_memory`:
+    this device's part of it. `kinds`: what JAX calls it (`device_kind`). `sources`: field name -> where the number
+    comes from.
     """
 
     name: str
@@ -88,7 +89,9 @@ class Device:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s for a dtype name; a dtype the device lacks runs at float32's rate (V100 has no bfloat16)."""
+        """Dense peak FLOP/s for a dtype name; a dtype the device lacks runs at float32's rate (V100 has no
+        bfloat16).
+        """
         name = "float8" if dtype.startswith("float8") else dtype
         return self.peak.get(name, self.peak["float32"])
 
@@ -192,7 +195,9 @@ class Cluster:
 
     @staticmethod
     def parse(spec: str | Path | Cluster) -> Cluster:
-        """A cluster from "dgx-h100:32" (32 nodes), "tpu-v5p:4x4x8", "cpu:8", "cpu:2x4", or the path of a YAML or JSON file."""
+        """A cluster from "dgx-h100:32" (32 nodes), "tpu-v5p:4x4x8", "cpu:8", "cpu:2x4", or the path of a YAML or
+        JSON file.
+        """
         from lensjax.topology.catalogue import parse_spec
 
         return spec if isinstance(spec, Cluster) else parse_spec(spec)

@@ -1,7 +1,8 @@
-"""Cluster <-> plain data, YAML and JSON. Errors name the place (`tiers[1].bandwidth`), what was found and what fits there.
+"""Cluster <-> plain data, YAML and JSON. Errors name the place (`tiers[1].bandwidth`), what was found and what fits
+there.
 
-A file written by people may use units and name a device of the catalogue; a file written by lensjax holds SI numbers and the
-whole device, so that it means the same after the catalogue changed.
+A file written by people may use units and name a device of the catalogue; a file written by lensjax holds SI numbers
+and the whole device, so that it means the same after the catalogue changed.
 """
 
 from __future__ import annotations

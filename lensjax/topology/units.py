@@ -1,7 +1,7 @@
 """Numbers with units: read from cluster files ("450 GB/s", "400 Gbit/s", "1.9 us"), written in reports.
 
-Code and files written by lensjax hold SI values only (bytes, seconds, bytes/second, FLOP/second). Cluster files written by
-people may use units, because a datasheet is then copied, not converted.
+Code and files written by lensjax hold SI values only (bytes, seconds, bytes/second, FLOP/second). Cluster files
+written by people may use units, because a datasheet is then copied, not converted.
 """
 
 from __future__ import annotations
