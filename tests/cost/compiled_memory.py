@@ -42,6 +42,9 @@ def lower_case(case: Case, devices: Any = None) -> Any:
 
 def main() -> None:
     import math
+    import os
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
     import numpy as np
     from jax.sharding import AxisType, Mesh

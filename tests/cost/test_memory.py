@@ -44,7 +44,7 @@ def test_a_scan_stacks_its_residuals():
 
     m = peak(jax.grad(loss), (64, 64), (64, 64))
     # The backward needs each step's input and the cosine: two stacks of ten.
-    assert 20 * MATRIX <= m.held["activations"] <= m.temporaries <= 25 * MATRIX
+    assert 20 * MATRIX <= m.held["activations"] <= m.temporaries <= 26 * MATRIX
 
 
 def test_remat_holds_less():
