@@ -7,7 +7,26 @@
 A step must stay unmodified user code: nothing here knows about meshes or shardings.
 """
 
-from tests.zoo import cnn, dlrm, gpt, mlp
+from tests.zoo import (
+    cnn,
+    control_flow,
+    custom_vjp,
+    dlrm,
+    encoder_decoder,
+    gpt,
+    graph,
+    llama,
+    lora,
+    losses,
+    mixed,
+    mlp,
+    moe,
+    recurrent,
+    resnet,
+    two_tower,
+    unet,
+    vit,
+)
 from tests.zoo.base import Case, Family, widen
 
 FAMILIES: dict[str, Family] = {
@@ -19,6 +38,24 @@ FAMILIES: dict[str, Family] = {
         gpt.SCAN,
         gpt.TIED,
         dlrm.FAMILY,
+        resnet.FAMILY,
+        llama.FAMILY,
+        vit.FAMILY,
+        encoder_decoder.FAMILY,
+        moe.DENSE,
+        moe.RAGGED,
+        recurrent.LSTM_SCAN,
+        recurrent.MAMBA,
+        unet.FAMILY,
+        graph.FAMILY,
+        two_tower.FAMILY,
+        control_flow.FAMILY,
+        custom_vjp.FAMILY,
+        lora.FAMILY,
+        losses.SUM,
+        losses.WEIGHTED,
+        llama.BF16,
+        mixed.FAMILY,
     )
 }
 
