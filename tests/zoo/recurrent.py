@@ -28,7 +28,9 @@ class SelectiveSpace(nn.Module):
         inner = 2 * x.shape[-1]
         u, gate = jnp.split(nn.Dense(2 * inner, use_bias=False, name="in")(x), 2, axis=-1)
         u = nn.silu(nn.Conv(inner, (3,), padding="CAUSAL", feature_group_count=inner, name="conv")(u))
-        log_a = self.param("log_a", lambda _, s: jnp.broadcast_to(jnp.log(jnp.arange(1.0, s[1] + 1)), s), (inner, 4))
+        log_a = self.param(
+            "log_a", lambda _, s: jnp.broadcast_to(jnp.log(jnp.arange(1.0, s[1] + 1, dtype=jnp.float32)), s), (inner, 4)
+        )
         delta = nn.softplus(nn.Dense(inner, name="delta")(u))
         b, c = jnp.split(nn.Dense(2 * self.states, use_bias=False, name="bc")(u), 2, axis=-1)
         decay = jnp.exp(-delta[..., None] * jnp.exp(log_a))  # [batch, seq, inner, states]
