@@ -1,0 +1,120 @@
+"""What a device order costs: the load that each mesh axis puts on every link of the cluster.
+
+An axis of a mesh is a set of groups that all communicate at once. The unit of traffic is bytes that one device sends
+along the axis per step (ring factor included), so a ring carries that many bytes over each of its hops. A group that
+is only partly inside a subtree crosses the subtree's links once in each direction, however many members it has inside
+(ring embedding, as NCCL builds it: nccl src/graph/rings.cc). The time of an axis is its most loaded link's; axes run
+one after the other. Latency is left out: it depends on how many collectives the traffic comes in, not on the order of
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lensjax.topology.cluster import Cluster, Tier
+from lensjax.topology.torus import torus_seconds
+
+
+def axis_groups(order: np.ndarray, axis: int) -> np.ndarray:
+    """int [groups, members]: the devices that communicate along one axis of a mesh, one row a group."""
+    return np.moveaxis(order, axis, -1).reshape(-1, order.shape[axis])
+
+
+def seconds(cluster: Cluster, order: np.ndarray, traffic: Mapping[str, float], axes: Mapping[str, int]) -> float:
+    """Predicted seconds per step that the traffic takes on a mesh of device ids `order`."""
+    return sum(axis_seconds(cluster, axis_groups(order, i), traffic.get(a, 0.0)) for i, a in enumerate(axes))
+
+
+def axis_seconds(cluster: Cluster, groups: np.ndarray, nbytes: float) -> float:
+    """Seconds for all `groups` (int [groups, members], device ids) at once when each device sends `nbytes`."""
+    if groups.shape[1] == 1 or nbytes == 0:
+        return 0.0
+    slots, worst, inner = cluster.slots[groups], 0.0, 1
+    for index, tier in enumerate(cluster.tiers):
+        if tier.kind == "torus":
+            worst = max(worst, _on_torus(cluster, index, slots, nbytes))
+        else:
+            load, capacity = _uplinks(cluster, index, slots, inner)
+            worst = max(worst, float(np.max(load / capacity)) * nbytes)
+            if tier.kind == "mesh" and inner == 1:
+                worst = max(worst, nbytes / _direct_rate(tier, slots))
+        inner = tier.size
+    return worst
+
+
+def rate(tier: Tier) -> float:
+    """Bytes/s per device that a ring gets on a tier: half of it where both directions share the wire."""
+    return tier.usable if tier.full_duplex else tier.usable / 2
+
+
+def _uplinks(cluster: Cluster, index: int, slots: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray]:
+    """Per subtree of `inner` slots: how many rings leave it, and its capacity in bytes/s on tier `index`.
+
+    Only devices of the mesh lend their links; where some that share a NIC are idle, the others get more of it.
+    """
+    tier, count = cluster.tiers[index], -(-cluster.capacity // inner)
+    subtrees = np.sort(slots // inner, axis=1)
+    first = np.ones(subtrees.shape, bool)
+    first[:, 1:] = subtrees[:, 1:] != subtrees[:, :-1]
+    first &= subtrees[:, :1] != subtrees[:, -1:]
+    links = np.zeros(cluster.capacity)
+    links[cluster.slots] = cluster.bandwidth_of(index) * rate(tier) / tier.usable
+    present = np.bincount(cluster.slots // inner, weights=links[cluster.slots], minlength=count)
+    used = slots.ravel()
+    in_use = np.bincount(used // inner, weights=links[used], minlength=count)
+    capacity = np.minimum(in_use * tier.nic_sharing, present)
+    return np.bincount(subtrees[first], minlength=count), np.where(capacity > 0, capacity, 1.0)
+
+
+def _direct_rate(tier: Tier, slots: np.ndarray) -> float:
+    """Where devices have a link to each peer, a group uses only the links among its own members."""
+    node = slots // tier.size
+    members = int(np.count_nonzero(node == node[:, :1], axis=1).min())
+    return rate(tier) * (members - 1) / (tier.size - 1) if members > 1 else np.inf
+
+
+def _on_torus(cluster: Cluster, index: int, slots: np.ndarray, nbytes: float) -> float:
+    """Each group's members inside one torus form a group there; links are as slow as the slowest that is named
+    slow.
+    """
+    tier = cluster.tiers[index]
+    factor = min([s.factor for s in cluster.slow if s.tier == tier.name], default=1.0)
+    ordered = np.sort(slots, axis=1)
+    tori = ordered // tier.size
+    if (tori[:, 0] == tori[:, -1]).all():
+        parts = [slots]  # in mesh order: it is the ring's order where a group is no box
+    else:
+        counts = (tori == tori[:, :1]).sum(axis=1)
+        members = int(counts[0])
+        even = members * (slots.shape[1] // members) == slots.shape[1] and (counts == members).all()
+        parts = [ordered.reshape(-1, members)] if even else [_largest_run(row, tier.size) for row in ordered]
+    return max(torus_seconds(tier, p % tier.size, nbytes) for p in parts) / factor
+
+
+def _largest_run(row: np.ndarray, size: int) -> np.ndarray:
+    tori, counts = np.unique(row // size, return_counts=True)
+    return row[row // size == tori[counts.argmax()]][None, :]
+
+
+def tier_bytes(
+    cluster: Cluster, order: np.ndarray, traffic: Mapping[str, float], axes: Mapping[str, int]
+) -> dict[str, float]:
+    """Tier name -> bytes per step over that tier's links per device: what leaves a subtree over the devices in it, at
+    most.
+
+    Traffic that goes on to an outer tier counts on the inner ones as well, as it does on their links.
+    """
+    result, inner = {}, 1
+    for index, tier in enumerate(cluster.tiers):
+        total = np.zeros(-(-cluster.capacity // inner))
+        for i, axis in enumerate(axes):
+            if order.shape[i] > 1:
+                slots = cluster.slots[axis_groups(order, i)]
+                total += _uplinks(cluster, index, slots, inner)[0] * traffic.get(axis, 0.0)
+        present = np.bincount(cluster.slots // inner, minlength=len(total))
+        result[tier.name] = float(np.max(total / np.maximum(present, 1)))
+        inner = tier.size
+    return result

@@ -1,0 +1,188 @@
+"""Cluster -> device order -> `jax.sharding.Mesh`: the heaviest traffic on the fastest links.
+
+`place` needs no devices: it searches the regular boxes of the cluster (levels.py) and the ways to split their levels
+among the
+axes (factor.py). Where no box fits (63 devices as 9x7) it fills the devices in the order of the tiers. Damage is
+worked
+around: whole subgroups are left idle so that what is used is regular, and the placement says which devices those are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lensjax._errors import ClusterError
+from lensjax.topology import loads
+from lensjax.topology.cluster import Cluster
+from lensjax.topology.factor import arrange, best_splits
+from lensjax.topology.levels import Level, frames, levels, select, variants
+
+if TYPE_CHECKING:
+    import jax
+
+_MAX_FRAMES = 24  # boxes tried, those that fill the inner tiers first
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a mesh sits. `order`: device ids, int [axis sizes]; `axes`: name -> size; `seconds`: predicted per step
+    for the traffic; `idle`: device ids that are not used; `tiers`: axis -> names of the tiers it runs on; `regular`:
+    False when no box of the cluster had these sizes and devices were filled in order.
+    """
+
+    order: np.ndarray = dataclasses.field(repr=False)
+    axes: Mapping[str, int]
+    seconds: float
+    idle: tuple[int, ...]
+    tiers: Mapping[str, tuple[str, ...]]
+    regular: bool
+
+
+def place(cluster: Cluster, axes: Mapping[str, int], traffic: Mapping[str, float] | None = None) -> np.ndarray:
+    """Device ids in mesh order, int array of the axes' sizes. See `placement`."""
+    return placement(cluster, axes, traffic).order
+
+
+def placement(cluster: Cluster, axes: Mapping[str, int], traffic: Mapping[str, float] | None = None) -> Placement:
+    """The cheapest placement found of a mesh with these axes.
+
+    `axes`: name -> size; one size may be -1, which takes as many devices as can be used regularly. `traffic`: name ->
+    bytes that each device sends along the axis per step; None takes each axis for 8 times heavier than the one before
+    it, as in hand-written meshes, whose last axis is the model's. Raises ClusterError when there are too few devices.
+    """
+    axes = _complete(cluster, axes)
+    nbytes = _traffic(axes, traffic)
+    found = _on_boxes(cluster, axes, nbytes)
+    ids = found if found is not None else _filled(cluster, axes, nbytes)
+    idle = np.setdiff1d(np.arange(cluster.devices), ids)
+    tiers = {a: _tiers_of(cluster, ids, i) for i, a in enumerate(axes)}
+    seconds = loads.seconds(cluster, ids, nbytes, axes)
+    return Placement(ids, dict(axes), seconds, tuple(int(i) for i in idle), tiers, found is not None)
+
+
+def make_mesh(
+    cluster: Cluster,
+    axes: Mapping[str, int],
+    traffic: Mapping[str, float] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> jax.sharding.Mesh:
+    """A mesh of `devices` (default: `jax.devices()`), device i of the list being device i of the cluster.
+
+    Every axis is `AxisType.Auto`: `jax.make_mesh` makes Explicit ones, which reject ordinary programs. Raises
+    ClusterError when the number of devices is not the cluster's.
+    """
+    import jax
+
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) != cluster.devices:
+        raise ClusterError(
+            f"cluster {cluster.name!r} has {cluster.devices} devices; {len(devices)} were given",
+            hint="describe the machine at hand (lensjax.topology.discover.live), or pass its devices",
+        )
+    order = place(cluster, axes, traffic)
+    array = np.empty(len(devices), object)
+    array[:] = devices
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.sharding.Mesh(array[order], tuple(axes), axis_types=types)
+
+
+def _complete(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes with -1 replaced; raises ClusterError when they do not fit."""
+    bad = {a: n for a, n in axes.items() if n < 1 and n != -1}
+    free = [a for a, n in axes.items() if n == -1]
+    if not axes or bad or len(free) > 1:
+        raise ClusterError(f"mesh axes {dict(axes)}", hint="sizes are at least 1; one of them may be -1")
+    fixed = math.prod(n for n in axes.values() if n > 0)
+    result = dict(axes)
+    if free and fixed <= cluster.devices:
+        most = cluster.devices // fixed
+        result[free[0]] = next((n for n in range(most, 0, -1) if _has_box(cluster, n * fixed, fixed)), most)
+    elif free or fixed > cluster.devices:
+        raise ClusterError(
+            f"a mesh {_text(axes)} needs {fixed} devices; {cluster.name} has {cluster.devices}",
+            hint=f"sizes that multiply to at most {cluster.devices}, or -1 for one of them",
+        )
+    return result
+
+
+def _boxes(cluster: Cluster, count: int) -> Iterator[tuple[list[Level], tuple[int, ...]]]:
+    """Regular boxes of `count` devices, the plain reading of the cluster first, fullest inside first."""
+    for frame in variants(cluster):
+        yield from ((frame, used) for used in frames(frame, count)[:_MAX_FRAMES])
+
+
+def _has_box(cluster: Cluster, count: int, fixed: int) -> bool:
+    """Whether `count` devices form a box that keeps the other axes (`fixed` devices together) whole: half a node as a
+    subgroup serves axes that fit in it, but must not spread a whole node's axes over two nodes.
+    """
+    plain = levels(cluster)
+    return any(
+        select(cluster, frame, used) is not None
+        for frame, used in _boxes(cluster, count)
+        if frame[0].length == plain[0].length or frame[0].length % fixed == 0
+    )
+
+
+def _traffic(axes: Mapping[str, int], traffic: Mapping[str, float] | None) -> dict[str, float]:
+    if traffic is None:
+        return {a: float(8**i) for i, a in enumerate(axes)}
+    unknown = [a for a in traffic if a not in axes]
+    if unknown or any(not 0 <= v < math.inf for v in traffic.values()):
+        raise ClusterError(
+            f"traffic {dict(traffic)} for axes {list(axes)}", hint="bytes per device, at least 0, of these axes"
+        )
+    return {a: float(traffic.get(a, 0.0)) for a in axes}
+
+
+def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> np.ndarray | None:
+    """Device ids in mesh order on the best regular box, or None. Coarser readings only where the plain one has
+    none.
+    """
+    sizes, weights, best, last = tuple(axes.values()), [nbytes[a] for a in axes], None, None
+    for frame, used in _boxes(cluster, math.prod(sizes)):
+        if best is not None and frame is not last:
+            break
+        found = best_splits(cluster, frame, used, sizes, weights)
+        slots = None if found is None else select(cluster, frame, used)
+        if found is None or slots is None:
+            continue
+        ids = _ids(cluster, arrange(slots, found[0], sizes))
+        cost = loads.seconds(cluster, ids, nbytes, axes)
+        best, last = (cost, ids) if best is None or cost < best[0] else best, frame
+    return None if best is None else best[1]
+
+
+def _ids(cluster: Cluster, slots: np.ndarray) -> np.ndarray:
+    id_of = np.full(cluster.capacity, -1)
+    id_of[cluster.slots] = np.arange(cluster.devices)
+    return id_of[slots]
+
+
+def _filled(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> np.ndarray:
+    """Devices in the order of their slots, the axes nested in the cheapest of their orders."""
+    sizes = tuple(axes.values())
+    ids = np.argsort(cluster.slots, kind="stable")[: math.prod(sizes)]
+    orders = []
+    for nesting in itertools.permutations(range(len(sizes))):
+        array = ids.reshape([sizes[a] for a in nesting]).transpose(np.argsort(nesting))
+        orders.append((loads.seconds(cluster, array, nbytes, axes), nesting != tuple(range(len(sizes))), array))
+    return min(orders, key=lambda o: o[:2])[2]
+
+
+def _tiers_of(cluster: Cluster, order: np.ndarray, axis: int) -> tuple[str, ...]:
+    """Names of the tiers that neighbours along an axis are joined by, innermost first."""
+    if order.shape[axis] == 1:
+        return ()
+    groups = loads.axis_groups(order, axis)
+    pairs = np.stack([groups[:, :-1], groups[:, 1:]], axis=-1).reshape(-1, 2)
+    return tuple(cluster.tiers[i].name for i in np.unique(cluster.tier_of(pairs)))
+
+
+def _text(axes: Mapping[str, int]) -> str:
+    return " x ".join(f"{a}={n}" for a, n in axes.items())
