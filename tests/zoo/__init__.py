@@ -1,8 +1,9 @@
 """The model zoo: small training steps as people write them, one registry for every test.
 
     from tests.zoo import FAMILIES
-    step, init, batch = FAMILIES["mlp"].make()                    # or .make(with_grads=True)
-    state, metrics = jax.jit(step)(init(jax.random.key(0)), batch(jax.random.key(1)))
+    family = FAMILIES["mlp"]
+    step, init, batch = family.make()                             # or .make(with_grads=True)
+    state, metrics = family.call(jax.jit(step), init(jax.random.key(0)), batch(jax.random.key(1)))
 
 A step must stay unmodified user code: nothing here knows about meshes or shardings.
 """
@@ -21,6 +22,9 @@ from tests.zoo import (
     mixed,
     mlp,
     moe,
+    nnx_dense,
+    nnx_text,
+    nnx_vision,
     recurrent,
     resnet,
     two_tower,
@@ -56,6 +60,14 @@ FAMILIES: dict[str, Family] = {
         losses.WEIGHTED,
         llama.BF16,
         mixed.FAMILY,
+        nnx_dense.MLP_SPLIT,
+        nnx_dense.TWO_TOWER,
+        nnx_dense.LORA,
+        nnx_vision.BATCHNORM,
+        nnx_vision.VIT,
+        nnx_text.UNROLLED,
+        nnx_text.SCAN,
+        nnx_text.RNN,
     )
 }
 
