@@ -59,7 +59,10 @@ def probe(with_grads: bool) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
 
 
 def widen(tree: Any) -> Any:
-    """float32 leaves -> float64 (needs jax_enable_x64): the same case in double precision, whatever its modules are."""
+    """float32 leaves -> float64: the same case in double precision, whatever its modules are.
+
+    Make the case, its state and its batch under `jax.enable_x64(True)` too: some modules fix a precision when made.
+    """
     return jax.tree.map(lambda x: x.astype(jnp.float64) if getattr(x, "dtype", None) == jnp.float32 else x, tree)
 
 

@@ -45,10 +45,10 @@ def test_family_trains(name):
 @pytest.mark.parametrize("name", _named(n for n, f in FAMILIES.items() if f.dtype == "float32"))
 def test_family_widens_to_float64(name):
     family = FAMILIES[name]
-    plain, init, batch = family.make()
-    instrumented = family.make(with_grads=True).step
 
     def run():
+        plain, init, batch = family.make()
+        instrumented = family.make(with_grads=True).step
         state, data = init(jax.random.key(0)), batch(jax.random.key(1))
         state, data = widen(nnx.split(state) if family.form == "modules" else state), widen(data)
         before = _shapes(state)
