@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jcore
@@ -103,10 +103,13 @@ def static_arguments(fn: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """(static_argnums, static_argnames) of a function made by `jax.jit`; empty for any other function."""
     info = getattr(fn, "_jit_info", None)
     return (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+
+
 # Shardy / MLIR: XLA's own partitioner, reached through jaxlib's MLIR bindings.
 
 PASSES_PROPAGATE = "sdy-propagation-pipeline"
-PASS_RULES = "func.func(sdy-populate-op-sharding-rules)"
+# A constant that two operations share relates nothing: Shardy gives each user its own before it propagates.
+PASSES_RULES = ("sdy-constant-or-scalar-splitter", "func.func(sdy-populate-op-sharding-rules)")
 # Without `enable-full-version` nothing is inserted.
 PASSES_EXPLICIT = (
     "sdy-close-shardings",
@@ -132,7 +135,7 @@ def mlir() -> types.SimpleNamespace:
         if missing:
             raise ImportError(f"jaxlib.mlir.dialects.sdy has no {', '.join(missing)}")
         with make_ir_context():
-            for name in (PASSES_PROPAGATE, PASS_RULES, *PASSES_EXPLICIT, "cse"):
+            for name in (PASSES_PROPAGATE, *PASSES_RULES, *PASSES_EXPLICIT, "cse"):
                 passmanager.PassManager.parse(f"builtin.module({name})")
     except (ImportError, ValueError) as e:
         raise UnsupportedJax(
@@ -153,6 +156,40 @@ def run_passes(operation: Any, *passes: str) -> None:
                 f"XLA's partitioner does not take this program: {e}",
                 hint="find the operation named above; a sharding constraint near it usually helps",
             ) from e
+
+
+class ShardingRule(NamedTuple):
+    """Shardy's rule of one operation. A mapping gives, for each value and each of its dimensions, factor indices."""
+
+    factor_sizes: tuple[int, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    reduction: frozenset[int]
+    replication: frozenset[int]
+    permutation: frozenset[int]
+    blocked: frozenset[int]
+
+
+def sharding_rule(attribute: Any) -> ShardingRule:
+    """`sdy.sharding_rule`, which PASSES_RULES puts on each operation that has one, as data."""
+    sdy = mlir().sdy
+    rule = sdy.OpShardingRuleAttr(attribute)
+
+    def read(mappings: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        tensors = [sdy.TensorMappingAttr(m).dim_mappings for m in mappings]
+        return tuple(tuple(tuple(sdy.DimMappingAttr(d).factor_indices) for d in dims) for dims in tensors)
+
+    return ShardingRule(
+        factor_sizes=tuple(rule.factor_sizes),
+        operands=read(rule.operand_mappings),
+        results=read(rule.result_mappings),
+        reduction=frozenset(rule.reduction_factors),
+        replication=frozenset(rule.need_replication_factors),
+        permutation=frozenset(rule.permutation_factors),
+        blocked=frozenset(rule.blocked_propagation_factors),
+    )
+
+
 # --- ahead-of-time compile -----------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lensjax import _jax
+from lensjax.partition.axes import DimensionFactors, LogicalAxis, dimension_factors
 from lensjax.partition.data import Axes, Body, Collective, Node, Operation, Partitioned, Region, Spec, Value
 from lensjax.partition.inline import main_function
 from lensjax.partition.module import MARK, Template, instantiate, template
@@ -27,6 +28,8 @@ __all__ = [
     "Axes",
     "Body",
     "Collective",
+    "DimensionFactors",
+    "LogicalAxis",
     "Node",
     "Operation",
     "Partitioned",
@@ -34,6 +37,7 @@ __all__ = [
     "Spec",
     "Template",
     "Value",
+    "dimension_factors",
     "partition",
     "template",
 ]

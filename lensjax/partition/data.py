@@ -1,8 +1,8 @@
 """What the partitioner says, as plain data: one device's program, its values and what it sends.
 
-A `Body` is the program of *one* device: every value has a global shape, the mesh axes that split each dimension and, from
-them, the shape that the device holds. Loops keep their body as a nested `Body` with a trip count. Nothing here refers to
-MLIR or to a device, so analyses are pure functions from this data.
+A `Body` is the program of *one* device: every value has a global shape, the mesh axes that split each dimension and,
+from them, the shape that the device holds. Loops keep their body as a nested `Body` with a trip count. Nothing here
+refers to MLIR or to a device, so analyses are pure functions from this data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Spec = tuple[Axes, ...]
 
 # Bytes of an element. Sub-byte types are packed on the wire and in GPU memory (XLA packs int4 and int2).
 ELEMENT_BYTES: Mapping[str, float] = {
-    "i1": 1, "i2": 0.25, "ui2": 0.25, "i4": 0.5, "ui4": 0.5, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "i32": 4, "ui32": 4,
-    "i64": 8, "ui64": 8, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "complex<f32>": 8, "complex<f64>": 16,
+    "i1": 1, "i2": 0.25, "ui2": 0.25, "i4": 0.5, "ui4": 0.5, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "i32": 4,
+    "ui32": 4, "i64": 8, "ui64": 8, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "complex<f32>": 8, "complex<f64>": 16,
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def element_bytes(dtype: str) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the program. `shape` is global, `local` is what one device holds (rounded up), `bytes` is of `local`."""
+    """A value of the program: its global `shape`, what one device holds (`local`, rounded up), the `bytes` of that."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,8 +51,8 @@ class Node:
     """One operation on one device. `inputs` and `outputs` index `Partitioned.values`.
 
     `bodies` are nested programs (a loop has one, a conditional one for each branch); `trips` is how often a loop runs,
-    None where the program does not say (then it counts once). `axes` are the mesh axes that a collective (or `all_slice`,
-    which is local) works over. `attributes` holds the few that analyses need, as text.
+    None where the program does not say (then it counts once). `axes` are the mesh axes that a collective (or
+    `all_slice`, which is local) works over. `attributes` holds the few that analyses need, as text.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Operation:
 
     name:   the StableHLO operation without its dialect, "fusion" for a fused chain, "custom_call:TARGET".
     flops and bytes (moved to and from device memory) are of one execution on one device; a step runs `trips` of them.
-    dtype:  of the first operand: what decides the speed of a matmul.
+    dtype:  of the first operand: what decides the speed of a matmul; `precision` is "default", "high" or "highest".
     reads, writes: stored buffers (indices into `Partitioned.values`), for dependencies.
     """
 
@@ -120,6 +120,7 @@ class Operation:
     source: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    precision: str = "default"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

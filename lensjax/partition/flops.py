@@ -1,8 +1,8 @@
 """Floating point operations of one device, from the local shapes of an operation's operands.
 
 Matmuls and convolutions are exact (a multiply-add is two; positions that fall into padding or between dilated elements
-are not counted, as in xla/service/hlo_cost_analysis.cc). Everything else is one for each output element, which only tells
-that it is bound by memory.
+are not counted, as in xla/service/hlo_cost_analysis.cc). Everything else is one for each output element, which only
+tells that it is bound by memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _convolution(node: Node, values: Sequence[Value]) -> float:
         pairs *= _valid_pairs(*sizes, *_window(node, i, len(spatial)))
     inputs = kernel.local[kernel_dims.index("i")]
     features = result.local[result_dims.index("f")]
-    # With batch groups each result feature sees only its group's share of the batch, and `b` of the result is that share.
+    # With batch groups a result feature sees only its group's share of the batch, and `b` of the result is that share.
     return 2.0 * pairs * inputs * features * result.local[result_dims.index("b")]
 
 

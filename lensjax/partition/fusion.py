@@ -1,7 +1,7 @@
 """Which values exist in memory: a model of XLA's fusion, on data.
 
-XLA computes chains of element-wise, broadcasting, slicing and reducing operations in one pass over memory, and repeats a
-cheap producer inside each consumer rather than storing it. So a value is *stored* when an operation that needs a real
+XLA computes chains of element-wise, broadcasting, slicing and reducing operations in one pass over memory, and repeats
+a cheap producer inside each consumer rather than storing it. So a value is *stored* when an operation that needs a real
 buffer reads it (a matmul, a collective, a loop), when it leaves its body, when a reduction made it, or when several
 consumers would each have to repeat more reading than its own size (XLA's priority fusion weighs exactly that:
 xla/service/gpu/transforms/priority_fusion.cc).

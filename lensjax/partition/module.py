@@ -1,8 +1,8 @@
 """A lowered step as a template: lowered once, partitioned as often as there are candidates.
 
-Lowering a large step takes a fraction of a second, and a search asks about many plans. So the arguments, the results and
-every *mark* (a `with_sharding_constraint` that was traced under `jax.named_scope("lensjax.mark.<n>")`) are slots: a
-candidate writes its shardings, and its mesh, into the attributes of a clone, which takes under a millisecond.
+Lowering a large step takes a fraction of a second, and a search asks about many plans. So the arguments, the results
+and every *mark* (a `with_sharding_constraint` that was traced under `jax.named_scope("lensjax.mark.<n>")`) are slots:
+a candidate writes its shardings, and its mesh, into the attributes of a clone, which takes under a millisecond.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lensjax import _jax
 from lensjax._errors import PartitionError
 from lensjax.partition.data import Spec
 from lensjax.partition.inline import inline_calls, main_function, walk
+from lensjax.partition.loops import capture_invariants, reshape_unit_broadcasts
 from lensjax.partition.text import tensor_type
 
 MARK = re.compile(r"lensjax\.mark\.(\d+)")
@@ -28,7 +29,7 @@ class Template:
     """A step's module with its calls inlined, before any sharding was decided.
 
     `arguments`, `results`: global shapes, in the order of the flattened tree. `marks`: number -> global shape.
-    `mesh`: the mesh that the step was lowered with ({} when it names none). Holds MLIR; everything made from it is data.
+    `mesh`: the mesh that the step was lowered with ({} when it names none). Holds MLIR; what is made from it is data.
     """
 
     module: Any
@@ -46,6 +47,8 @@ def template(lowered: Any) -> Template:
     _jax.mlir()
     module = lowered.compiler_ir("stablehlo").operation.clone()
     inline_calls(module)
+    capture_invariants(module)
+    reshape_unit_broadcasts(module)
     _jax.run_passes(module, "cse")
     main = main_function(module)
     block = main.regions[0].blocks[0]

@@ -1,7 +1,8 @@
 """From Shardy's module to data: the only place that walks partitioned MLIR.
 
 Every value gets the mesh axes that Shardy gave it; a value inside a loop takes those of the loop's operand. Collectives
-that Shardy left as `sdy` operations and those that a user's `shard_map` wrote as `stablehlo` ones become the same nodes.
+that Shardy left as `sdy` operations and those that a user's `shard_map` wrote as `stablehlo` ones become the same
+nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lensjax.partition.text import axes_in, axis_size, integers, location, shard
 
 # Attributes that analyses read, kept as text; every other attribute is left behind in MLIR.
 KEPT = {
-    "stablehlo.dot_general": ("dot_dimension_numbers",),
+    "stablehlo.dot_general": ("dot_dimension_numbers", "precision_config"),
     "stablehlo.convolution": (
         "dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation",
         "feature_group_count", "batch_group_count",
@@ -24,6 +25,7 @@ KEPT = {
     "stablehlo.custom_call": ("call_target_name",),
     "stablehlo.compare": ("comparison_direction",),
     "stablehlo.reduce": ("dimensions",),
+    "stablehlo.scatter": ("scatter_dimension_numbers",),
     "stablehlo.transpose": ("permutation",),
     "stablehlo.all_reduce": ("replica_groups",),
     "stablehlo.all_gather": ("replica_groups",),

@@ -66,9 +66,17 @@ class _Worker:
             name = "custom_call:" + node.attributes.get("call_target_name", "").strip('"')
         elif node.name not in _NAMED:
             name = "fusion"
-        dtype = self.values[node.inputs[0]].dtype if node.inputs else ""
         return Operation(
-            name, flops(node, self.values), moved, dtype, trips, node.op_name, node.source, tuple(read), node.outputs
+            name,
+            flops(node, self.values),
+            moved,
+            self.values[node.inputs[0]].dtype if node.inputs else "",
+            trips,
+            node.op_name,
+            node.source,
+            tuple(read),
+            node.outputs,
+            _precision(node),
         )
 
     def updated(self, node: Node, read: Mapping[int, float], model: Fusion) -> float:
@@ -83,6 +91,12 @@ _NAMED = frozenset(
     "stablehlo." + n
     for n in ("dot_general", "convolution", "scatter", "sort", "fft", "rng_bit_generator", "dynamic_update_slice")
 )
+
+
+def _precision(node: Node) -> str:
+    """The most precise that either operand asks for."""
+    text = node.attributes.get("precision_config", "")
+    return "highest" if "HIGHEST" in text else "high" if "HIGH" in text else "default"
 
 
 def _weight(region: Region) -> tuple[float, float]:

@@ -71,21 +71,13 @@ def argument_names(fn: Callable, count: int) -> list[str]:
 
 
 def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    static_nums, static_names = _jax.static_arguments(fn)
     names = argument_names(fn, len(args))
-    static_nums = {n % len(args) if args else n for n in static_nums if n < len(args)}
-    fixed = {names[i] for i in static_nums} | set(static_names)
-    # A static argument is one leaf whatever it is; `_Fixed` keeps the flattening out of it.
-    wrapped = (
-        tuple(_Fixed(a) if names[i] in fixed else a for i, a in enumerate(args)),
-        {k: _Fixed(v) if k in fixed else v for k, v in kwargs.items()},
-    )
-    flat, tree = jax.tree_util.tree_flatten_with_path(wrapped)
+    flat, tree = jax.tree_util.tree_flatten_with_path(_with_fixed(fn, args, kwargs, names))
     leaves, paths, statics, dynamic = [], [], [], []
     for path, leaf in flat:
         name = _path_name(path, names)
-        if isinstance(leaf, _Fixed) or not is_dynamic(leaf):
-            statics.append((name, leaf.value if isinstance(leaf, _Fixed) else leaf))
+        if isinstance(leaf, Fixed) or not is_dynamic(leaf):
+            statics.append((name, leaf))
             dynamic.append(False)
         else:
             leaves.append(leaf)
@@ -94,8 +86,46 @@ def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return Call(tuple(leaves), tuple(paths), tuple(statics), tree, tuple(dynamic))
 
 
+def matching_leaves(fn: Callable, like: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The array leaves of a call that has the tree and the static leaves of `like`; None for any other call."""
+    flat, tree = jax.tree.flatten(_with_fixed(fn, args, kwargs, argument_names(fn, len(args))))
+    if tree != like.tree:
+        return None
+    fixed = iter(v for _, v in like.statics)
+    leaves = []
+    for leaf, dynamic in zip(flat, like.dynamic):
+        if dynamic:
+            if not is_dynamic(leaf):
+                return None
+            leaves.append(leaf)
+        elif is_dynamic(leaf) or not _same(leaf, next(fixed)):
+            return None
+    return leaves
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # a comparison that has no answer (arrays inside a static argument) is "another call"
+        return False
+
+
+def _with_fixed(fn: Callable, args: Any, kwargs: Any, names: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those that the user's own jit declares static wrapped, so that they flatten to one leaf."""
+    static_nums, static_names = _jax.static_arguments(fn)
+    if not static_nums and not static_names:
+        return args, kwargs
+    fixed = {names[n % len(args)] for n in static_nums if -len(args) <= n < len(args)} | set(static_names)
+    return (
+        tuple(Fixed(a) if names[i] in fixed else a for i, a in enumerate(args)),
+        {k: Fixed(v) if k in fixed else v for k, v in kwargs.items()},
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class _Fixed:
+class Fixed:
+    """A static argument: one leaf, whatever it holds."""
+
     value: Any
 
 
@@ -130,8 +160,8 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
 
     def flat(*leaves):
         args, kwargs = call.rebuild(leaves)
-        args = tuple(a.value if isinstance(a, _Fixed) else a for a in args)
-        kwargs = {k: v.value if isinstance(v, _Fixed) else v for k, v in kwargs.items()}
+        args = tuple(a.value if isinstance(a, Fixed) else a for a in args)
+        kwargs = {k: v.value if isinstance(v, Fixed) else v for k, v in kwargs.items()}
         out = fn(*args, **kwargs)
         with_path, box["tree"] = jax.tree_util.tree_flatten_with_path(out)
         box["paths"] = tuple(jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in with_path)
