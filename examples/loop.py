@@ -11,13 +11,13 @@ from check import Replay
 def train(step, state, batch_of, steps: int, bar: show.Training, replay: Replay | None = None):
     """Runs `state, metrics = step(state, batch_of(i))` for i < steps; returns the last state.
 
-    `batch_of` gives this process's own rows. The losses are in `bar.losses`, the differences in `replay`.
+    The losses are in `bar.losses`, the differences in `replay`.
     Ctrl-C ends the training early; what was trained so far is returned.
     """
     with bar:
         try:
             for i in range(steps):
-                batch = machine.to_global(batch_of(i))
+                batch = batch_of(i)
                 before = machine.to_host(state) if replay else None
                 bar.skip_time()
                 state, metrics = step(state, batch)
