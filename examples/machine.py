@@ -74,18 +74,6 @@ def join() -> None:
         jax.distributed.initialize(f"localhost:{os.environ[_PORT]}", num_processes=count, process_id=rank)
 
 
-def to_global(rows):
-    """A pytree of this process's own rows -> one of global arrays; with one process the rows are the batch already."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    if jax.process_count() == 1:
-        return rows
-    by_row = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("rows"))
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_row, x), rows)
-
-
 def to_host(tree):
     """A pytree of arrays, however sharded and over however many processes -> the whole arrays, as numpy."""
     import jax

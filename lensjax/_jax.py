@@ -7,6 +7,7 @@ used, never at import of the package, and names the supported range when somethi
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,9 +154,18 @@ def run_passes(operation: Any, *passes: str) -> None:
             m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})").run(operation)
         except m.ir.MLIRError as e:
             raise PartitionError(
-                f"XLA's partitioner does not take this program: {e}",
+                f"XLA's partitioner does not take this program: {_mlir_words(str(e))}",
                 hint="find the operation named above; a sharding constraint near it usually helps",
             ) from e
+
+
+def _mlir_words(text: str) -> str:
+    """What an MLIR error says, without its location's call stack: the operation, the innermost line, the message."""
+    found = re.search(r'error: "([^"]*)"(.*?)\)*: (\'.*)', text)
+    if not found:
+        return text[:500]
+    place = re.search(r'"([^"]+)":(\d+)', found[2])
+    return f"{found[3][:300]}, in {found[1]}" + (f" at {place[1]}:{place[2]}" if place else "")
 
 
 class ShardingRule(NamedTuple):
