@@ -68,7 +68,6 @@ class Executable:
             raise OtherSignature
         return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
 
-
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The call's array leaves, None when the call is not one for this executable."""
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)

@@ -20,7 +20,7 @@ def device_mesh(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Mesh:
         raise PlanError(
             f"the plan is for {plan.size} devices ({plan.shape}); JAX sees {len(devices)}",
             hint="plan for the devices that are there, start JAX with as many "
-            f'(XLA_FLAGS=--xla_force_host_platform_device_count={plan.size} emulates them), or only look: step.plan_for(...)',
+            f"(XLA_FLAGS=--xla_force_host_platform_device_count={plan.size} emulates them), or only look: step.plan_for(...)",
         )
     order = range(len(devices)) if plan.order is None else plan.order
     grid = np.array([devices[i] for i in order], dtype=object).reshape([a.size for a in plan.axes])

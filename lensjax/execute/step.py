@@ -242,7 +242,10 @@ class Step:
         state = tuple(
             arg
             for arg, numbers in zip(args, index)
-            if any(program.arguments[i].result is not None or program.arguments[i].role == "parameter" for i in jax.tree.leaves(numbers))
+            if any(
+                program.arguments[i].result is not None or program.arguments[i].role == "parameter"
+                for i in jax.tree.leaves(numbers)
+            )
         )
         return state[0] if len(state) == 1 else state
 
@@ -306,4 +309,3 @@ def abstract_leaf(leaf: Any) -> Any:
 
 def unfixed(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v.value if isinstance(v, Fixed) else v for v in values)
-

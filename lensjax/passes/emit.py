@@ -38,7 +38,9 @@ class Emitted:
 def abstract_mesh(plan: Plan) -> AbstractMesh:
     """The plan's mesh without devices."""
     axes = plan.mesh.axes
-    return AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes), axis_types=(AxisType.Auto,) * len(axes))
+    return AbstractMesh(
+        tuple(a.size for a in axes), tuple(a.name for a in axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:

@@ -68,7 +68,8 @@ def _fill(terms: list[tuple[str, int | None, str | None]], devices: int, text: s
     elif rest > 1:
         if any(n == "dp" for n, _, _ in terms):
             raise PlanError(
-                f"{text!r} is for {known} devices; there are {devices}", hint="leave the size of dp out, and it takes the rest"
+                f"{text!r} is for {known} devices; there are {devices}",
+                hint="leave the size of dp out, and it takes the rest",
             )
         terms.insert(0, ("dp", rest, None))
     return tuple(Term(n, s or 1, (g or "again") if n in ("fsdp", "hsdp") else None) for n, s, g in terms)

@@ -37,7 +37,9 @@ def normalize(pins: Mapping[str, Any] | None) -> tuple[Pin, ...]:
         dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in value)
         flat = [a for d in dims for a in d]
         if len(set(flat)) != len(flat):
-            raise PlanError(f"the pin of {pattern!r} contradicts itself: a mesh axis splits two dimensions of {value!r}")
+            raise PlanError(
+                f"the pin of {pattern!r} contradicts itself: a mesh axis splits two dimensions of {value!r}"
+            )
         out.append(Pin(pattern, dims))
     return tuple(out)
 
@@ -66,7 +68,9 @@ def apply_pin(pin: Pin, path: str, shape: Sequence[int], spec: Spec, mesh: Mappi
         for a in axes:
             ways *= mesh[a]
         if shape[d] % ways:
-            raise PlanError(f"the pin {pin.pattern!r} splits dimension {d} of {path} (size {shape[d]}) in {ways} equal parts")
+            raise PlanError(
+                f"the pin {pin.pattern!r} splits dimension {d} of {path} (size {shape[d]}) in {ways} equal parts"
+            )
     taken = {a for d in pin.dims for a in d}
     free = tuple(tuple(a for a in axes if a not in taken) for axes in spec[len(pin.dims) :])
     return (*pin.dims, *free)

@@ -174,7 +174,9 @@ def _told_axes(call: Call, args: tuple[Any, ...], argnums: Sequence[int] | None,
         if n in argnums:
             prefix = per_arg[argnums.index(n)]
             wanted = jax.tree.leaves(
-                jax.tree.map(lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None)
+                jax.tree.map(
+                    lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None
+                )
                 if not isinstance(prefix, int)
                 else jax.tree.map(lambda _, axis=prefix: axis, arg),
                 is_leaf=lambda x: x is None,

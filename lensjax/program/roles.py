@@ -1,12 +1,12 @@
 """What each argument is for, from data flow and tree structure, not from names.
 
-    state       comes back as a result of the same structure (what a training loop feeds into the next call)
-    parameter   float state that a forward or backward computation reads
-    optimizer   float state of a parameter's shape that flows into that parameter's new value (or is fed by it: an average)
-    key         PRNG keys, typed or raw
-    batch       see lensjax.program.batch
-    constant    arrays that the step closes over
-    other       counters, statistics, scales, schedules
+state       comes back as a result of the same structure (what a training loop feeds into the next call)
+parameter   float state that a forward or backward computation reads
+optimizer   float state of a parameter's shape that flows into that parameter's new value (or is fed by it: an average)
+key         PRNG keys, typed or raw
+batch       see lensjax.program.batch
+constant    arrays that the step closes over
+other       counters, statistics, scales, schedules
 """
 
 from __future__ import annotations
@@ -105,14 +105,26 @@ def _dep(atom: Any, deps: dict[Any, int]) -> int:
     return deps.get(atom, 0) if is_var(atom) else 0
 
 
-def _affinity(members: Any, outs: Any, paths: Any, out_paths: Any, outvars: Any, deps: dict[Any, int]) -> tuple[int, int]:
+def _affinity(
+    members: Any, outs: Any, paths: Any, out_paths: Any, outvars: Any, deps: dict[Any, int]
+) -> tuple[int, int]:
     own = sum(_dep(outvars[o], deps) >> i & 1 for i, o in zip(members, outs))
     named = sum(paths[i].split("/")[0] in out_paths[o].split("/") for i, o in zip(members, outs))
     return own, named
 
 
 # Through these a value stays what it is: a parameter plus its update is the parameter's next value.
-_KEEPS = {"add", "sub", "add_any", "select_n", "convert_element_type", "copy", "reshape", "optimization_barrier", "transpose"}
+_KEEPS = {
+    "add",
+    "sub",
+    "add_any",
+    "select_n",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "optimization_barrier",
+    "transpose",
+}
 
 
 def split_gradients(
@@ -171,9 +183,7 @@ def raw_keys(traced: Traced) -> set[int]:
     }
 
 
-def tie(
-    traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: dict[Any, int]
-) -> dict[int, int]:
+def tie(traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: dict[Any, int]) -> dict[int, int]:
     """{state index: parameter index} for state that belongs to one parameter: same shape, and it flows into that
     parameter's new value (moments) or that parameter flows into it (averages). Between several, the one whose path ends
     most alike (optimizers keep the parameters' tree inside their own)."""

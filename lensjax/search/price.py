@@ -1,6 +1,6 @@
 """The price of a plan: what is priced is what runs.
 
-    score(plan) = cost(partition(lower(passes(program, plan))))
+score(plan) = cost(partition(lower(passes(program, plan))))
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ class Design:
         for terms, applies in self.terms.values():
             protocols = list(zip(NCCL_PROTOCOLS, fractions))[2 if terms.kind == "multicast" else 0 :]
             for protocol, fraction in protocols:
-                best = self._cheaper(best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction))  # type: ignore[arg-type]
+                best = self._cheaper(
+                    best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction)
+                )  # type: ignore[arg-type]
             best = self._cheaper(best, terms, applies & self.plain, v, PLAIN[0])
         packing = v.shard_launch + v.shard_peer * self.devices + self.sizes / v.shard_copy
         return best + np.where(self.packs, packing, 0.0)

@@ -64,7 +64,9 @@ def line(terms: Terms, profile: Profile, protocol: Protocol) -> tuple[np.ndarray
     multicast = terms.kind == "multicast"
     base = profile.multicast_base if multicast else protocol.base + profile.direct_base * (terms.kind == "direct")
     call = profile.launch + profile.launch_outer * leaves + base
-    wait = terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
+    wait = (
+        terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
+    )
     alpha = terms.calls * call + wait + terms.peers * profile.peer
     inner = terms.inner / {"ring": profile.ring, "direct": profile.direct, "multicast": profile.multicast}[terms.kind]
     outer = terms.outer / (profile.direct_outer if terms.kind == "direct" else profile.ring_outer)
@@ -140,7 +142,9 @@ def shift(cluster: Cluster, groups: Any) -> Terms:
     waits = np.where(uses, [t.latency for t in cluster.tiers], 0.0)
     outside = uses[:, 1:].any(axis=1)
     outer, wait_outer = slowness[:, 1:].max(axis=1, initial=0), waits[:, 1:].max(axis=1, initial=0)
-    rows = np.stack([np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
+    rows = np.stack(
+        [np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1
+    )
     rows = np.unique(rows, axis=0)
     return Terms(*rows.T, wire=np.zeros((len(rows), 0)), peers=np.zeros(len(rows)), kind="direct")
 

@@ -40,7 +40,9 @@ def fit_cluster(
     for level in found:
         mine = [p for p in points if p.tier == level.name and not p.alone]
         if len(mine) < 3:
-            raise ClusterError(f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes")
+            raise ClusterError(
+                f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes"
+            )
         tier = _fit_tier(device, tiers, level, mine)
         alone = [p for p in points if p.tier == level.name and p.alone]
         tiers.append(dataclasses.replace(tier, nic_sharing=_sharing(mine, alone, tiers[-1].size if tiers else 1)))
@@ -79,7 +81,9 @@ def _fit_tier(device: Device, inner: list[Tier], level: Level, points: list[Poin
 def _sharing(together: list[Point], alone: list[Point], below: int) -> int:
     """Devices on one NIC: the ratio of the large-message rates alone and together, at most the devices of a unit."""
     shared = {(p.op, p.bytes): p.seconds for p in together}
-    ratios = [shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared]
+    ratios = [
+        shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared
+    ]
     return int(np.clip(round(float(np.median(ratios[-3:]))), 1, below)) if ratios else 1
 
 

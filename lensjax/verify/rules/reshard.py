@@ -108,7 +108,7 @@ def axis_order(case: Case) -> Iterator[Finding]:
         yield Finding(
             "axis_order", "warning", "", saved,
             f"{size(now.outside)} per step leave the node of each device with this order of devices, "
-            f"{size(best.outside)} with the mesh axes nested as {', '.join(best.nesting)} (outermost first): its collectives "
-            f"then take {best.seconds * 1e3:.3g} ms instead of {now.seconds * 1e3:.3g} ms",
+            f"{size(best.outside)} with the mesh axes nested as {', '.join(best.nesting)} (outermost first): its "
+            f"collectives then take {best.seconds * 1e3:.3g} ms instead of {now.seconds * 1e3:.3g} ms",
             f"build the mesh so that {best.nesting[-1]!r} runs over the devices of one node",
         )  # fmt: skip
