@@ -85,7 +85,7 @@ def collectives(module: Module) -> Found:
 
 
 def _once(found: list[Collective], counted: Runs) -> Iterator[Collective]:
-    """TPU writes an overlapped collective into each fusion of its beginning, middle and end: one channel, counted once."""
+    """TPU writes an overlapped collective into the fusions of its start, middle and end: one channel, counted once."""
     seen: set[tuple[int, str]] = set()
     for c in found:
         if c.channel and c.computation in counted.fused:

@@ -79,7 +79,7 @@ def test_limits_and_flags():
     with pytest.raises(CompileError, match="xla_gpu_no_such_flag") as e:
         compile_for(traced(), cluster, flags={"xla_gpu_no_such_flag": 1})
     assert e.value.code == "flag"
-    assert parse_flags("--xla_a=1 --xla_b") == {"xla_a": "1", "xla_b": "true"}
+    assert parse_flags("--xla_a=1 --xla_b") == {"xla_a": "1", "xla_b": True}
 
 
 def test_a_step_lowered_for_another_platform():
@@ -89,7 +89,7 @@ def test_a_step_lowered_for_another_platform():
 
 
 def test_too_few_devices():
-    with pytest.raises(Exception, match="4 devices|has 4"):
+    with pytest.raises(Exception, match="has 4"):
         compile_for(traced(), Cluster.parse("cpu:4"))
 
 

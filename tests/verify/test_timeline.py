@@ -1,5 +1,6 @@
 """Laws of the timeline, on random schedules: nothing is faster than what it is made of."""
 
+import itertools
 import json
 
 import pytest
@@ -22,7 +23,7 @@ _HEAD += "  %a = bf16[] parameter(0)\n  %b = bf16[] parameter(1)\n  ROOT %c = bf
 
 
 def computation(name, items, entry=False, loop=None):
-    """A chain of matmuls (rows) with collectives of earlier results beside it; `items`: ("dot", rows) or a collective."""
+    """A chain of matmuls with collectives of earlier results beside it; `items`: (what, groups)."""
     lines = [f"  %{name}.x = bf16[1024,1024]{{1,0}} parameter(0)"]
     last, open_ = f"{name}.x", []
     for i, (kind, value) in enumerate(items):
@@ -35,7 +36,8 @@ def computation(name, items, entry=False, loop=None):
             last = at
         elif kind == "start":
             lines.append(
-                f"  %{at} = bf16[1024,1024]{{1,0}} all-reduce-start(%{last}), replica_groups={GROUPS[value]}, to_apply=%add"
+                f"  %{at} = bf16[1024,1024]{{1,0}} all-reduce-start(%{last}), "
+                f"replica_groups={GROUPS[value]}, to_apply=%add"
             )
             open_.append(at)
         elif kind == "done" and open_:
@@ -105,7 +107,7 @@ def test_events_tile_the_step(text):
         spans.sort()
         assert spans[-1][1] <= line.step + 1e-12
         assert sum(b - a for a, b in spans) == pytest.approx(line.busy[stream])
-        assert all(b <= c + 1e-12 for (_, b), (c, _) in zip(spans, spans[1:]))
+        assert all(b <= c + 1e-12 for (_, b), (c, _) in itertools.pairwise(spans))
 
 
 def test_a_loop_takes_its_trips():

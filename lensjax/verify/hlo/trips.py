@@ -8,7 +8,7 @@ from lensjax.verify.hlo.module import Computation, Instruction, Module
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Runs of a while loop that counts up by a constant to a constant, as `lax.scan` and `fori_loop` emit; else None."""
+    """Runs of a while loop that counts up from and to a constant, as `lax.scan` and `fori_loop` emit; else None."""
     if loop.trip_count is not None:
         return loop.trip_count
     condition = module.computations.get((loop.attr("condition") or "").lstrip("%"))
