@@ -10,12 +10,14 @@ buffer.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from lensjax.cost.communication import COMBINE
 from lensjax.partition.data import Body, Node, Partitioned, Value
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, captured, fuse, sources
-from lensjax.partition.simplify import COLLECTIVES
+from lensjax.partition.simplify import COLLECTIVES, payload
 from lensjax.topology.cluster import Device
 
 # Operations that may write their result over an operand that nobody reads afterwards: loops and updates always, other
@@ -25,6 +27,7 @@ _IN_PLACE = frozenset(["stablehlo.while", "stablehlo.case", "stablehlo.if", "sta
 _NEVER_IN_PLACE = frozenset(["stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call",
                              "stablehlo.reduce_window", "stablehlo.fft", "stablehlo.transpose", "chlo.ragged_dot",
                              "stablehlo.reduce", *COLLECTIVES]) - {"all_reduce"}  # fmt: skip
+_COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
 _MATMULS = ("stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot")
 
 
@@ -72,7 +75,8 @@ class _Walk:
     def peak(self, body: Body, outside: set[int]) -> tuple[float, Counter[str]]:
         """Most bytes that values made in a body hold at once; `outside`: buffers that are accounted for elsewhere."""
         model = fuse(body, self.values)
-        steps = _sink([_step(n, model, self.values) for n in body.nodes if _matters(n, model)], self.values)
+        steps = [_step(n, model, self.values) for n in body.nodes if _matters(n, model)]
+        steps = _sink(_combine(steps, self.values), self.values)
         last = _last_reads(steps, body, model)
         shared = self.carried(body, steps, last, model) | outside
         live: dict[int, float] = {}
@@ -178,6 +182,58 @@ def _last_reads(steps: list[_Step], body: Body, model: Fusion) -> dict[int, int]
     for value in body.results:
         last[model.buffer(value)] = len(steps)
     return last
+
+
+def _combine(steps: list[_Step], values: Sequence[Value]) -> list[_Step]:
+    """The steps with collectives of one kind combined, as XLA does: one call, whose operands wait for the last of them
+    and whose results all come with the first (xla/service/gpu/transforms/collectives/, combiners)."""
+    made = {v: i for i, s in enumerate(steps) for v in s.writes}
+    depth: list[int] = []
+    open_: dict[tuple, int] = {}
+    bundles: dict[int, list[int]] = {}
+    size: dict[int, float] = {}
+    for i, step in enumerate(steps):
+        before = [made[v] for v in step.reads if v in made]
+        depth.append(max((depth[j] + (steps[j].node.name in COLLECTIVES) for j in before), default=0))
+        if step.node.name not in _COMBINED:
+            continue
+        key = (step.node.name, step.node.axes, values[step.writes[0]].dtype, depth[i])
+        payload_ = payload(step.node, values)
+        if key not in open_ or size[open_[key]] + payload_ > COMBINE:
+            open_[key] = i
+        bundles.setdefault(open_[key], []).append(i)
+        size[open_[key]] = size.get(open_[key], 0.0) + payload_
+    merged = {i: first for first, members in bundles.items() if len(members) > 1 for i in members}
+    return _in_order(steps, merged, made) if merged else steps
+
+
+def _in_order(steps: list[_Step], merged: dict[int, int], made: dict[int, int]) -> list[_Step]:
+    """Steps with `merged` ones (member -> first member) as one, each as early in the program as what it reads allows."""
+    new: dict[int, _Step] = {}
+    for i, step in enumerate(steps):
+        first = merged.get(i, i)
+        old = new.get(first)
+        new[first] = (
+            step
+            if old is None
+            else _Step(old.node, old.writes + step.writes, old.reads | step.reads, old.direct + step.direct)
+        )
+    waits = {i: {merged.get(made[v], made[v]) for v in s.reads if v in made} - {i} for i, s in new.items()}
+    after: dict[int, list[int]] = defaultdict(list)
+    for i, before in waits.items():
+        for j in before:
+            after[j].append(i)
+    ready = [i for i, before in waits.items() if not before]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(new[i])
+        for j in after[i]:
+            waits[j].discard(i)
+            if not waits[j]:
+                heapq.heappush(ready, j)
+    return order
 
 
 def _sink(steps: list[_Step], values: Sequence[Value]) -> list[_Step]:
