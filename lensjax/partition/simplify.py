@@ -143,8 +143,10 @@ class _Simplifier:
         each device scatters into its own columns. With axes left to sum over it gives up, and keeps the all_reduce.
         """
         slice_ = self.only_slice(node)
+        if slice_ is None:
+            return None
         made = next((n for n in before if n.outputs == node.inputs), None)
-        if slice_ is None or made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
+        if made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
             return None
         whole, own = (self.values[v].spec for v in (node.outputs[0], slice_.outputs[0]))
         inserted = named_list("inserted_window_dims", made.attributes["scatter_dimension_numbers"])
