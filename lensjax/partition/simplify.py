@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lensjax._errors import PartitionError
 from lensjax.partition.data import Axes, Body, Node, Value
@@ -213,7 +213,7 @@ def simplify(values: list[Value], body: Body, mesh: Mapping[str, int]) -> Body:
     return work.fold(work.reassociate(body))
 
 
-def payload(node: Node, values: list[Value]) -> float:
+def payload(node: Node, values: Sequence[Value]) -> float:
     """Bytes per device of the full buffer of a collective (see `Collective.bytes`)."""
     if node.name in ("all_gather", "all_reduce"):
         return sum(values[v].bytes for v in node.outputs)
