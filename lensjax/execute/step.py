@@ -151,17 +151,19 @@ class Step:
                 hint=f"state = {name}.init({getattr(fn, '__name__', 'create_state')}, ..., batch=batch)  "
                 "# an example batch, or its ShapeDtypeStructs",
             )
+        made, tree = self._init(fn, args, kwargs, batch)
+        return jax.tree.unflatten(tree, made(*args))
+
+    def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, Any]:
+        """(a jitted function from `args` to the state's leaves, the state's tree)."""
         state = jax.eval_shape(functools.partial(fn, **kwargs), *args)
         if batch is not None:
             shapes = split_init(self._fn, state, jax.tree.map(abstract_leaf, batch))
-            program = self._analyze(shapes, {})
-            self._plan(program)
-        assert self._program is not None and self._choice is not None
+            self._plan(self._analyze(shapes, {}))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are equal
         # but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
-        made = jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings)
-        return jax.tree.unflatten(tree, made(*args))
+        return jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings), tree
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
