@@ -24,7 +24,7 @@ _MATRIX = 16  # devices up to which the terminal shows every pair
 def suggested_axes(cluster: Cluster) -> dict[str, int]:
     """Axes for a first look: one per tier (data outermost, model inside), at most three."""
     if cluster.tiers[0].kind == "torus" or len(cluster.tiers) == 1:
-        model = max(n for n in (1, 2, 4, 8) if cluster.devices % n == 0)
+        model = max(n for n in (1, 2, 4, 8) if cluster.devices % n == 0 and (n == 1 or 2 * n <= cluster.devices))
         return {"data": -1, "model": model}
     sizes = [cluster.tiers[0].size]
     if len(cluster.tiers) > 2:
@@ -151,6 +151,7 @@ def _matrix(cluster: Cluster) -> Table:
     finite = matrix[np.isfinite(matrix)]
     unit, scale = ("GB/s", 1e9) if finite.max() >= 1e9 else ("MB/s", 1e6)
     title = f"{unit} between devices when all send, one direction"
+    title += "; direct links taken as equal" if cluster.tiers[0].kind == "mesh" else ""
     table = Table("", *map(str, range(cluster.devices)), title=title, title_justify="left", box=None, pad_edge=False)
     low, high = math.log(finite.min()), math.log(finite.max())
     for i, row in enumerate(matrix):
