@@ -1,11 +1,9 @@
-"""Fit of the library's constants to measured collectives: one curve for all, deviations only where the data asks for
-them.
+"""Fit of the library's constants to measured collectives: one curve for all, deviations only where the data asks for them.
 
-Every constant of a Profile is exp(base + family + system): a base that all measurements share, a deviation per kind
-of machine (accelerator generation; network) and one per measured system, each held near zero by a ridge penalty
-(partial pooling: a system with many rows speaks for itself, one with few or none takes its family's word). The base
-is held near NCCL's own constants. Residuals are log(predicted / measured), made robust by a pseudo-Huber loss, so one
-bad row bends nothing.
+Every constant of a Profile is exp(base + family + system): a base that all measurements share, a deviation per kind of machine
+(accelerator generation; network) and one per measured system, each held near zero by a ridge penalty (partial pooling: a
+system with many rows speaks for itself, one with few or none takes its family's word). The base is held near NCCL's own
+constants. Residuals are log(predicted / measured), made robust by a pseudo-Huber loss, so one bad row bends nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from lensjax.topology.collectives_table import RATE_SIZE, Row
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """`start`: the value before any data. `level`: which families it varies with. Spreads are of its logarithm
-    (0.7: about 2x).
-    """
+    """`start`: the value before any data. `level`: which families it varies with. Spreads are of its logarithm (0.7: about 2x)."""
 
     name: str
     start: float
@@ -36,8 +32,7 @@ class Parameter:
     system: float
 
 
-# Starts: NCCL src/graph/tuning.cc (protocols, baseLat NVLS 23 us, busBw fractions); efficiencies as nccl-tests
-# usually shows them.
+# Starts: NCCL src/graph/tuning.cc (protocols, baseLat NVLS 23 us, busBw fractions); efficiencies as nccl-tests usually shows them.
 PARAMETERS = (
     Parameter("launch", 15e-6, "inner", 1.0, 0.7, 0.5),
     Parameter("launch_outer", 20e-6, "outer", 1.0, 0.7, 0.5),
@@ -67,9 +62,8 @@ _SUBSETS = ("subset_ring", "subset_direct")
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Log values. `base`: parameter -> log; `families`: "inner/ampere" or "outer/efa" -> parameter -> deviation;
-    `systems`: system text -> parameter -> deviation; `subsets`: "system|ring or direct|devices" -> deviation of that
-    subset's bandwidth.
+    """Log values. `base`: parameter -> log; `families`: "inner/ampere" or "outer/efa" -> parameter -> deviation; `systems`: system
+    text -> parameter -> deviation; `subsets`: "system|ring or direct|devices" -> deviation of that subset's bandwidth.
     """
 
     base: Mapping[str, float]
@@ -94,9 +88,7 @@ class Fit:
         fractions = (min(thin, middle), middle, 1.0)
         protocols = tuple(dataclasses.replace(p, fraction=f) for p, f in zip(NCCL_PROTOCOLS, fractions))
         v = {name: value for name, value in v.items() if not name.startswith("shard_")}
-        return Profile(
-            "rccl" if inner == "cdna" else "nccl", protocols, **v, aware_trees=outer == "efa", source="fitted"
-        )
+        return Profile("rccl" if inner == "cdna" else "nccl", protocols, **v, aware_trees=outer == "efa", source="fitted")
 
 
 @functools.cache
@@ -108,8 +100,8 @@ def shipped() -> Fit:
 
 
 def fit(rows: Sequence[Row]) -> Fit:
-    """The constants that explain the rows best. Rows that state neither a time nor a rate, or one that no link can
-    reach (another definition of bandwidth), are left out.
+    """The constants that explain the rows best. Rows that state neither a time nor a rate, or one that no link can reach
+    (another definition of bandwidth), are left out.
     """
     problem = Problem(rows)
     return problem.unpack(problem.solve())
@@ -127,26 +119,20 @@ def left_out(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> np.ndarray:
 
 
 def predict(found: Fit, rows: Sequence[Row]) -> np.ndarray:
-    """Seconds of each row (float [rows]); without a size it is priced at RATE_SIZE. Unknown systems take their
-    family's word.
-    """
+    """Seconds of each row (float [rows]); without a size it is priced at RATE_SIZE. Unknown systems take their family's word."""
     data = design(rows, RATE_SIZE)
     where = list(zip(data.inner, data.outer, data.system))
     logs = {p.name: np.array([found.log(p, *place) for place in where]) for p in PARAMETERS}
     keys = data.subset_keys()
     for name in _SUBSETS:
         kind = name.removeprefix("subset_")
-        logs[name] = np.array(
-            [found.subsets.get(f"{s}|{way}|{n}", 0.0) if way == kind else 0.0 for s, n, _, way in keys]
-        )
+        logs[name] = np.array([found.subsets.get(f"{s}|{way}|{n}", 0.0) if way == kind else 0.0 for s, n, _, way in keys])
     return data.seconds(logs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """One number to find: a deviation of `parameter` at a level (base, family, system, subset) for `who`, of
-    typical size `spread`.
-    """
+    """One number to find: a deviation of `parameter` at a level (base, family, system, subset) for `who`, of typical size `spread`."""
 
     level: str
     who: str
@@ -163,9 +149,7 @@ class Problem:
         self.matrices = _matrices(self.data, self.unknowns)
         self.spread = np.array([u.spread for u in self.unknowns])
         known = np.isfinite(self.data.measured)
-        self.weight = (
-            np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE
-        )  # a size that is not stated: half the trust
+        self.weight = np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE  # a size that is not stated: half the trust
         self.measured = np.log(np.where(known, self.data.measured, 1.0))
 
     def logs(self, z: np.ndarray) -> dict[str, np.ndarray]:
@@ -175,9 +159,7 @@ class Problem:
         return self.data.seconds(self.logs(z))
 
     def solve(self, use: np.ndarray | None = None, steps: int = 60) -> np.ndarray:
-        """The unknowns that fit the rows in `use` (bool [rows], default all), by damped Gauss-Newton on the robust
-        loss.
-        """
+        """The unknowns that fit the rows in `use` (bool [rows], default all), by damped Gauss-Newton on the robust loss."""
         weight = self.weight if use is None else self.weight * use
         z = np.zeros(len(self.unknowns))
         loss, damping = self._loss(z, weight), 1e-3
@@ -212,9 +194,7 @@ class Problem:
         return float((KNEE**2 * (np.sqrt(1 + (e / KNEE) ** 2) - 1)).sum() + 0.5 * ((z / self.spread) ** 2).sum())
 
     def _quadratic(self, z: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gradient and Gauss-Newton Hessian; slopes by a step in each parameter's row value (17 evaluations, not
-        one an unknown).
-        """
+        """Gradient and Gauss-Newton Hessian; slopes by a step in each parameter's row value (17 evaluations, not one an unknown)."""
         logs, step = self.logs(z), 1e-4
         now = np.log(self.data.seconds(logs))
         total = np.zeros((len(now), len(z)))
@@ -240,12 +220,8 @@ def _unknowns(data: Design) -> list[Unknown]:
 
 
 def _matrices(data: Design, unknowns: list[Unknown]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Per parameter its unknowns (indices) and the 0/1 matrix [rows, those] that sums up each row's log value over
-    its start.
-    """
-    inner, outer = (
-        np.array([f"{level}/{f}" for f in fs]) for level, fs in (("inner", data.inner), ("outer", data.outer))
-    )
+    """Per parameter its unknowns (indices) and the 0/1 matrix [rows, those] that sums up each row's log value over its start."""
+    inner, outer = (np.array([f"{level}/{f}" for f in fs]) for level, fs in (("inner", data.inner), ("outer", data.outer)))
     system = np.array(data.system)
     subset = np.array([f"{s}|{way}|{n}" for s, n, _, way in data.subset_keys()])
     result = {}

@@ -1,7 +1,7 @@
 """The pricing formulas over many measured rows at once, each with constants of its own: what the fit evaluates.
 
-The geometry of a row (hops, wire time per byte at the links' rate) does not depend on the constants, so it is
-computed once; an evaluation is then a dozen array operations over all rows.
+The geometry of a row (hops, wire time per byte at the links' rate) does not depend on the constants, so it is computed once;
+an evaluation is then a dozen array operations over all rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _OPTIONS = ("ring", "tree", "multicast", "direct", "pipeline")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
-    """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row
-    states its size. `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without
-    protocols (TPU).
+    """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row states its size.
+    `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without protocols (TPU).
     """
 
     system: tuple[str, ...]
@@ -47,8 +46,8 @@ class Design:
 
     @property
     def impossible(self) -> np.ndarray:
-        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else (not on a
-        mesh, whose wiring may be unknown).
+        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else (not on a mesh, whose
+        wiring may be unknown).
         """
         bound = np.full(len(self.sizes), np.inf)
         for terms, applies in self.terms.values():
@@ -66,21 +65,19 @@ class Design:
         for terms, applies in self.terms.values():
             protocols = list(zip(NCCL_PROTOCOLS, fractions))[2 if terms.kind == "multicast" else 0 :]
             for protocol, fraction in protocols:
-                best = self._cheaper(
-                    best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction)
-                )  # type: ignore[arg-type]
+                best = self._cheaper(best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction))  # type: ignore[arg-type]
             best = self._cheaper(best, terms, applies & self.plain, v, PLAIN[0])
         packing = v.shard_launch + v.shard_peer * self.devices + self.sizes / v.shard_copy
         return best + np.where(self.packs, packing, 0.0)
 
-    def _cheaper(self, best, terms, applies, v, protocol):
+    def _cheaper(self, best, terms, applies, v, protocol):  # noqa: ANN001
         alpha, beta = line(terms, v, protocol)
         return np.where(applies, np.minimum(best, alpha + beta * self.sizes), best)
 
 
 def design(rows: Sequence[Row], rate_size: float) -> Design:
     """The geometry of all rows. Raises ClusterError for a row whose machine or collective is not known."""
-    cases = {(*r.series, r.notes if "strided" in r.notes or "node" in r.notes else ""): None for r in rows}
+    cases = {r.series + (r.notes if "strided" in r.notes or "node" in r.notes else "",): None for r in rows}
     cases = {key: _case(next(r for r in rows if _key(r) == key)) for key in cases}
     each = [cases[_key(r)] for r in rows]
     sizes = np.array([r.bytes if r.bytes is not None else rate_size for r in rows], float)
@@ -107,7 +104,7 @@ def _key(row: Row) -> tuple:
     return (*row.series, row.notes if "strided" in row.notes or "node" in row.notes else "")
 
 
-def _case(row: Row):
+def _case(row: Row):  # noqa: ANN202
     cluster, groups = place(row)
     if row.op == "permute":
         return cluster, {"direct": shift(cluster, groups)}

@@ -2,12 +2,11 @@
 
 One convention for bytes everywhere, that of nccl-tests: `nbytes` is the full payload S of one group, per device:
 all_reduce: the array that each device holds; all_gather: the gathered array; reduce_scatter: the array before it is
-scattered; all_to_all: what each device holds before (and after); permute: what each device sends; broadcast: the
-array.
+scattered; all_to_all: what each device holds before (and after); permute: what each device sends; broadcast: the array.
 
-`groups` (int [groups, members]) are device ids and run at the same time; the price is that of the slowest group.
-Bytes may be an array: the groups are analysed once and a million sizes are priced in about a second. For many calls
-on the same groups keep `span(cluster, groups)` and pass it in their place.
+`groups` (int [groups, members]) are device ids and run at the same time; the price is that of the slowest group. Bytes may
+be an array: the groups are analysed once and a million sizes are priced in about a second. For many calls on the same groups
+keep `span(cluster, groups)` and pass it in their place.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def collective_time(
     """Seconds that a collective takes.
 
     `op`: one of OPS. `groups`: int [groups, members] of device ids, or a Span (not for permute, whose order matters).
-    `nbytes`: a number or an array of payload bytes (see the module). `algorithm`: "auto" is the library's own choice
-    among MENU[op]; or one of ALGORITHMS, where "hierarchical" is one call per tier. `profile`: the library, default
-    the one fitted for this kind of machine. Returns float, or a float array like `nbytes`. A group of one costs
-    nothing. Formulas: collectives_formulas. Raises ClusterError for unknown names, ids or a negative size.
+    `nbytes`: a number or an array of payload bytes (see the module). `algorithm`: "auto" is the library's own choice among
+    MENU[op]; or one of ALGORITHMS, where "hierarchical" is one call per tier. `profile`: the library, default the one fitted
+    for this kind of machine. Returns float, or a float array like `nbytes`. A group of one costs nothing.
+    Formulas: collectives_formulas. Raises ClusterError for unknown names, ids or a negative size.
     """
     sizes, profile = _sizes(nbytes), profile or profile_of(cluster)
     options = _options(cluster, op, groups, algorithm, profile)
@@ -52,9 +51,7 @@ def collective_time(
 def collective_choice(
     cluster: Cluster, op: str, groups: Any, nbytes: float, *, profile: Profile | None = None
 ) -> tuple[str, str]:
-    """(algorithm, protocol) that "auto" takes for this size: where its answer changes is the library's switch
-    point.
-    """
+    """(algorithm, protocol) that "auto" takes for this size: where its answer changes is the library's switch point."""
     profile, size = profile or profile_of(cluster), float(_sizes(nbytes))
     best = []
     for name, terms in _options(cluster, op, groups, "auto", profile):
@@ -67,10 +64,9 @@ def collective_choice(
 def wire_bytes(cluster: Cluster, op: str, groups: Any, nbytes: float, *, algorithm: str = "ring") -> dict[str, float]:
     """Bytes that a device sends on each tier, ring factor included: {tier name: bytes}, the maximum over groups.
 
-    On an outer tier it is what leaves a unit over the group's members in it: the library gives each NIC its part of
-    the rings. Only tiers that the group uses are named. `algorithm`: "ring" (what a flat call moves), "hierarchical"
-    or "tree"; all_to_all, permute and broadcast have one way each. Proportional to `nbytes`, so bytes of calls add
-    up.
+    On an outer tier it is what leaves a unit over the group's members in it: the library gives each NIC its part of the
+    rings. Only tiers that the group uses are named. `algorithm`: "ring" (what a flat call moves), "hierarchical" or "tree";
+    all_to_all, permute and broadcast have one way each. Proportional to `nbytes`, so bytes of calls add up.
     """
     size = float(_sizes(nbytes))
     if _known(op) == "permute":

@@ -1,5 +1,4 @@
-"""Constants fitted to published collectives: made by benchmarks/fit_collectives.py from tests/data/collectives.csv,
-not edited.
+"""Constants fitted to published collectives: made by benchmarks/fit_collectives.py from tests/data/collectives.csv, not edited.
 
 Logarithms; see calibrate.Fit. Deviations below 0.5 % are left out.
 """

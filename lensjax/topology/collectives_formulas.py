@@ -1,20 +1,18 @@
 """The algorithms as formulas: hops per tier, and wire time per tier, of each way to carry out a collective.
 
-S bytes of payload (nccl-tests' size), n members, `c[t]` tier-(t-1) units touched (c[0] = n), E[t] bytes/s at which
-the group leaves one such unit. M = 2 for an all-reduce (it is a reduce-scatter and an all-gather), 1 for each half.
+S bytes of payload (nccl-tests' size), n members, `c[t]` tier-(t-1) units touched (c[0] = n), E[t] bytes/s at which the group
+leaves one such unit. M = 2 for an all-reduce (it is a reduce-scatter and an all-gather), 1 for each half.
 
 | algorithm | hops on tier t | wire time on tier t | source |
 |---|---|---|---|
 | ring | M (c[t] - c[t+1]) | M (n-1)/n S / E[t] | Patarasuk and Yuan 2009; one ring enters and leaves each unit once |
-| tree | M (f-1) inside, M log2 f outside | M S / E, outside M (c-1)/c S / E where `aware` | Sanders et al. 2009;
-NCCL: chains in a node, double trees across, PAT | | multicast | M inside, tree outside | S / E inside (switch adds
-and copies) | NVLS: nccl-tests#272; SHARP: Graham et al. 2016 | | hierarchical | M (f-1) | M (f-1)/f S / E[t] | Cho et
-al. 2019 (BlueConnect): per-tier stages, one after the other | | direct | 1 | S (share for members outside the unit) /
-E | all-to-all and permute: each byte goes straight to its owner | | pipeline | c[t] - c[t+1] | S / E[t] | broadcast
-along a ring in chunks |
+| tree | M (f-1) inside, M log2 f outside | M S / E, outside M (c-1)/c S / E where `aware` | Sanders et al. 2009; NCCL: chains in a node, double trees across, PAT |
+| multicast | M inside, tree outside | S / E inside (switch adds and copies) | NVLS: nccl-tests#272; SHARP: Graham et al. 2016 |
+| hierarchical | M (f-1) | M (f-1)/f S / E[t] | Cho et al. 2019 (BlueConnect): per-tier stages, one after the other |
+| direct | 1 | S (share for members outside the unit) / E | all-to-all and permute: each byte goes straight to its owner |
+| pipeline | c[t] - c[t+1] | S / E[t] | broadcast along a ring in chunks |
 
-f = c[t] / c[t+1] is the fan-out of tier t. Wire times on different tiers overlap (the slowest counts), stages of the
-hierarchy do not.
+f = c[t] / c[t+1] is the fan-out of tier t. Wire times on different tiers overlap (the slowest counts), stages of the hierarchy do not.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ MENU = {
 class Terms:
     """One algorithm on `k` ways in which groups lie, before a library's efficiencies.
 
-    `wait_inner`, `wait_outer`: float [k], seconds of latency (hops times the tiers' latencies) on the innermost tier
-    and outside; `inner`, `outer`: float [k], seconds per byte of payload at the links' own rate; `wire`: float [k,
-    tiers], bytes leaving a unit per byte of payload; `peers`: float [k], messages that each member sends to others
-    one by one; `calls`: library calls; `kind`: which efficiency applies (ring, direct or multicast); `in_turn`: the
-    tiers work one after the other.
+    `wait_inner`, `wait_outer`: float [k], seconds of latency (hops times the tiers' latencies) on the innermost tier and outside;
+    `inner`, `outer`: float [k], seconds per byte of payload at the links' own rate; `wire`: float [k, tiers], bytes leaving
+    a unit per byte of payload; `peers`: float [k], messages that each member sends to others one by one; `calls`: library
+    calls; `kind`: which efficiency applies (ring, direct or multicast); `in_turn`: the tiers work one after the other.
     """
 
     wait_inner: np.ndarray
@@ -62,16 +59,12 @@ class Terms:
 
 
 def line(terms: Terms, profile: Profile, protocol: Protocol) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds at size 0, seconds per byte), float [k] each, of one algorithm by one protocol. A group of one costs
-    nothing.
-    """
+    """(seconds at size 0, seconds per byte), float [k] each, of one algorithm by one protocol. A group of one costs nothing."""
     leaves = (terms.outer > 0) | (terms.wait_outer > 0)
     multicast = terms.kind == "multicast"
     base = profile.multicast_base if multicast else protocol.base + profile.direct_base * (terms.kind == "direct")
     call = profile.launch + profile.launch_outer * leaves + base
-    wait = (
-        terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
-    )
+    wait = terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
     alpha = terms.calls * call + wait + terms.peers * profile.peer
     inner = terms.inner / {"ring": profile.ring, "direct": profile.direct, "multicast": profile.multicast}[terms.kind]
     outer = terms.outer / (profile.direct_outer if terms.kind == "direct" else profile.ring_outer)
@@ -102,11 +95,9 @@ def tree(cluster: Cluster, op: str, span: Span, aware: bool) -> Terms:
 
 
 def multicast(cluster: Cluster, op: str, span: Span, aware: bool) -> Terms | None:
-    """None where the innermost tier cannot, or a node's part of the group is too small (NCCL: NVLS needs more than
-    2).
+    """None where the innermost tier cannot, or a node's part of the group is too small (NCCL: NVLS needs more than 2).
 
-    A reduce-scatter or all-gather in the switch saves hops, not bytes: one direction still carries all of S
-    (nccl#1506).
+    A reduce-scatter or all-gather in the switch saves hops, not bytes: one direction still carries all of S (nccl#1506).
     """
     inside, passes = _fan_out(span)[:, 0], _passes(op)
     if not cluster.tiers[0].multicast or (inside <= 2).any():
@@ -149,9 +140,7 @@ def shift(cluster: Cluster, groups: Any) -> Terms:
     waits = np.where(uses, [t.latency for t in cluster.tiers], 0.0)
     outside = uses[:, 1:].any(axis=1)
     outer, wait_outer = slowness[:, 1:].max(axis=1, initial=0), waits[:, 1:].max(axis=1, initial=0)
-    rows = np.stack(
-        [np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1
-    )
+    rows = np.stack([np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
     rows = np.unique(rows, axis=0)
     return Terms(*rows.T, wire=np.zeros((len(rows), 0)), peers=np.zeros(len(rows)), kind="direct")
 
@@ -187,8 +176,8 @@ def _fan_out(span: Span) -> np.ndarray:
 def _tree_outside(span: Span, passes: int, aware: bool) -> tuple[np.ndarray, np.ndarray]:
     """Hops and wire of a double binary tree over the units of every tier but the innermost (that is to be filled in).
 
-    The sum of S over c units needs 2 (c-1)/c S out of each on average. Only a library that knows it (`aware`) takes
-    trees for that; NCCL's built-in model counts 2 S and so keeps the ring for large messages (tuning.cc: ratio 0.5).
+    The sum of S over c units needs 2 (c-1)/c S out of each on average. Only a library that knows it (`aware`) takes trees for
+    that; NCCL's built-in model counts 2 S and so keeps the ring for large messages (tuning.cc: ratio 0.5).
     """
     units = span.units[:, :-1]
     hops = np.ceil(passes * np.log2(_fan_out(span)))
@@ -199,8 +188,7 @@ def _tree_outside(span: Span, passes: int, aware: bool) -> tuple[np.ndarray, np.
 def _torus_detour(span: Span) -> np.ndarray:
     """Links that a byte of an all-to-all passes on a torus, over the even spread that `egress` assumes (1 elsewhere).
 
-    A ring of X sends a byte X/4 hops on average over its 2 links; the longest dimension binds (scaling book, all-to-
-    all).
+    A ring of X sends a byte X/4 hops on average over its 2 links; the longest dimension binds (scaling book, all-to-all).
     """
     if span.torus.shape[1] == 0:
         return np.ones(len(span.units))

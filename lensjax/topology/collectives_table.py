@@ -1,8 +1,8 @@
 """Published tables of collectives: read a row, and find the machine that its `system` text describes.
 
-Columns: system, intra/inter, op, n_gpus, bytes, algbw_GBps, busbw_GBps, notes. Sizes are nccl-tests' (full payload);
-the measured time is bytes / algbw, and where only the bus bandwidth is given, algbw = busbw / (ring factor), as nccl-
-tests defines it (doc/PERFORMANCE.md). Cells may be empty: what is not published is None here, never a guess.
+Columns: system, intra/inter, op, n_gpus, bytes, algbw_GBps, busbw_GBps, notes. Sizes are nccl-tests' (full payload); the
+measured time is bytes / algbw, and where only the bus bandwidth is given, algbw = busbw / (ring factor), as nccl-tests defines
+it (doc/PERFORMANCE.md). Cells may be empty: what is not published is None here, never a guess.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OPS = {"p2p": "permute", "sendrecv": "permute", "alltoall": "all_to_all"}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table. `line`: 1-based, the header is 1. `seconds`, `bytes`: None where not published; `rate`:
-    bytes/s of payload (algbw), which some rows give without a size. `nodes`: where the notes say it.
+    """One line of a table. `line`: 1-based, the header is 1. `seconds`, `bytes`: None where not published; `rate`: bytes/s of
+    payload (algbw), which some rows give without a size. `nodes`: where the notes say it.
     """
 
     line: int
@@ -78,8 +78,7 @@ def _row(line: int, raw: dict[str, str]) -> Row:
     if rate is None and bus is not None and devices > 1:
         rate = bus / bus_factor(op, devices)
     if "tpu-recipes" in raw.get("notes", "") and rate is not None:
-        # That tool prints 2 (n-1)/n bytes / time for a psum (accelerator-microbenchmarks, benchmark_collectives.py):
-        # bus bandwidth.
+        # That tool prints 2 (n-1)/n bytes / time for a psum (accelerator-microbenchmarks, benchmark_collectives.py): bus bandwidth.
         rate /= bus_factor(op, devices)
     rate = None if rate is None else rate * 1e9
     seconds = size / rate if size and rate else _noted_latency(raw.get("notes", ""))
@@ -92,11 +91,10 @@ def _noted_latency(notes: str) -> float | None:
 
 
 def place(row: Row) -> tuple[Cluster, np.ndarray]:
-    """The cluster and the device groups (int [groups, members]) that a row was measured on. Raises ClusterError if
-    unknown.
+    """The cluster and the device groups (int [groups, members]) that a row was measured on. Raises ClusterError if unknown.
 
-    A group inside a node is the node's first devices; across nodes it has as many in each node as fit, contiguously.
-    A row that is strided (its notes say so) runs beside the other strided groups of the same nodes.
+    A group inside a node is the node's first devices; across nodes it has as many in each node as fit, contiguously. A row
+    that is strided (its notes say so) runs beside the other strided groups of the same nodes.
     """
     cluster = describe(row.system, row.scope, row.devices, row.notes)
     inner, n = cluster.tiers[0].size, row.devices
