@@ -22,6 +22,7 @@ import numpy as np
 from lensjax.topology import loads
 from lensjax.topology.catalogue import machines
 from lensjax.topology.cluster import Cluster
+from lensjax.topology.collectives import collective_time
 from lensjax.topology.mesh import placement
 
 TRAFFIC = {"model": 9e9, "fsdp": 3e9, "data": 1e9}  # bytes per device and step
@@ -135,8 +136,21 @@ def compare() -> list[dict]:
                         cluster.tiers[-1].name
                     ]
                     row[f"{name}_seconds"] = loads.seconds(cluster, order, traffic_of(axes), axes)
+                    row[f"{name}_priced"] = priced(cluster, order, axes)
             rows.append(row)
     return rows
+
+
+def priced(cluster: Cluster, order: np.ndarray, axes: dict[str, int]) -> float:
+    """A second judge: seconds of one all-reduce per axis that moves its traffic, by the fitted price of
+    collectives.
+    """
+    total = 0.0
+    for i, (axis, n) in enumerate(axes.items()):
+        if n > 1:
+            payload = TRAFFIC[axis] * n / (2 * (n - 1))
+            total += collective_time(cluster, "all_reduce", loads.axis_groups(order, i), payload)
+    return total
 
 
 def traffic_of(axes: dict[str, int]) -> dict[str, float]:
@@ -146,8 +160,8 @@ def traffic_of(axes: dict[str, int]) -> dict[str, float]:
 def markdown(rows: list[dict]) -> str:
     lines = [
         "| machine | mesh | outermost tier | GB over it, ours | rank order | mesh_utils "
-        "| predicted ms, ours | rank order | mesh_utils |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "| ms by link load, ours | rank order | mesh_utils | ms as all-reduces, ours | rank order | mesh_utils |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         mesh = " ".join(f"{a}={n}" for a, n in r["axes"].items())
@@ -155,7 +169,10 @@ def markdown(rows: list[dict]) -> str:
         times = [
             f"{r[k + '_seconds'] * 1e3:.1f}" if k + "_seconds" in r else "raises" for k in ("ours", "rank", "utils")
         ]
-        lines.append(f"| {r['spec']} | {mesh} | {r['tier']} | {' | '.join(amounts)} | {' | '.join(times)} |")
+        times += [
+            f"{r[k + '_priced'] * 1e3:.1f}" if k + "_priced" in r else "raises" for k in ("ours", "rank", "utils")
+        ]
+        lines.append(f"| {r['spec']} | {mesh} | {r['tier']} | {' | '.join([*amounts, *times])} |")
     return "\n".join(lines)
 
 
@@ -168,7 +185,16 @@ def main() -> None:
     table = markdown(rows)
     print(table)
     worse = [r for r in rows if r["ours_seconds"] > 1.0001 * min(r["rank_seconds"], r.get("utils_seconds", math.inf))]
-    print(f"\n{len(rows)} rows, ours slower in {len(worse)}")
+    print(f"\n{len(rows)} rows, ours slower by link load in {len(worse)}")
+    other = [r for r in rows if r["ours_priced"] > 1.01 * min(r["rank_priced"], r.get("utils_priced", math.inf))]
+    print(f"by the price of all-reduces ours is slower by more than 1 % in {len(other)}:")
+    for r in other:
+        print(
+            "  ",
+            r["spec"],
+            r["axes"],
+            *(f"{k} {r[k + '_priced'] * 1e3:.1f} ms" for k in ("ours", "rank", "utils") if k + "_priced" in r),
+        )
     if args.json:
         Path(args.json).write_text(json.dumps({"schema": 1, "rows": rows}, indent=1))
     if args.markdown:
