@@ -7,6 +7,7 @@ used, never at import of the package, and names the supported range when somethi
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,9 +154,18 @@ def run_passes(operation: Any, *passes: str) -> None:
             m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})").run(operation)
         except m.ir.MLIRError as e:
             raise PartitionError(
-                f"XLA's partitioner does not take this program: {e}",
+                f"XLA's partitioner does not take this program: {_mlir_words(str(e))}",
                 hint="find the operation named above; a sharding constraint near it usually helps",
             ) from e
+
+
+def _mlir_words(text: str) -> str:
+    """What an MLIR error says, without its location's call stack: the operation, the innermost line, the message."""
+    found = re.search(r'error: "([^"]*)"(.*?)\)*: (\'.*)', text)
+    if not found:
+        return text[:500]
+    place = re.search(r'"([^"]+)":(\d+)', found[2])
+    return f"{found[3][:300]}, in {found[1]}" + (f" at {place[1]}:{place[2]}" if place else "")
 
 
 class ShardingRule(NamedTuple):
@@ -227,6 +237,14 @@ def lowered_facts(lowered: Any) -> tuple[str, int, tuple[bool, ...], tuple[bool,
         raise UnsupportedJax(f"jax {jax.__version__} keeps the facts of a lowered step elsewhere: {e!r}") from e
 
 
+def lowered_arguments(lowered: Any) -> tuple[int, ...]:
+    """Positions in the flattened arguments that the lowered module takes: jit drops arguments that are never read."""
+    try:
+        return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
+    except (AttributeError, KeyError, TypeError) as e:
+        raise UnsupportedJax(f"jax {jax.__version__} keeps the facts of a lowered step elsewhere: {e!r}") from e
+
+
 def _is_free(sharding: Any) -> bool:
     from jax._src.interpreters import mlir
     from jax._src.sharding_impls import UnspecifiedValue
@@ -240,7 +258,7 @@ def compile_module(
     free: tuple[Sequence[bool], Sequence[bool]],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a StableHLO module for `devices` (compile-only or real) and returns XLA's executable, not a jax Compiled.
+    """Compiles a StableHLO module for `devices` (compile-only or real); returns XLA's executable, not a jax Compiled.
 
     `options` are XLA flags by name, without dashes: a wrong one raises, where XLA_FLAGS would abort the process.
     """

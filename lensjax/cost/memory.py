@@ -3,7 +3,8 @@
     peak = arguments + results that no argument was donated for + the most that temporaries ever hold
 
 Temporaries are the stored values of `lensjax.partition.fusion`, each alive from the operation that makes it to the
-last one that reads it. A loop's body is walked the same way; what it carries lives outside of it, what it stacks is one buffer.
+last one that reads it. A loop's body is walked the same way; what it carries lives outside of it, what it stacks is one
+buffer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from lensjax.partition.data import Body, Node, Partitioned, Value
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, captured, fuse, sources
 from lensjax.partition.simplify import COLLECTIVES
+from lensjax.topology.cluster import Device
 
 # Operations that may write their result over an operand that nobody reads afterwards: loops and updates always, other
 # fused chains when the sizes are equal (XLA's buffer assignment, `CanShareOperandBufferWithUser`).
@@ -23,6 +25,7 @@ _IN_PLACE = frozenset(["stablehlo.while", "stablehlo.case", "stablehlo.if", "sta
 _NEVER_IN_PLACE = frozenset(["stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call",
                              "stablehlo.reduce_window", "stablehlo.fft", "stablehlo.transpose", "chlo.ragged_dot",
                              "stablehlo.reduce", *COLLECTIVES]) - {"all_reduce"}  # fmt: skip
+_MATMULS = ("stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +44,30 @@ class Memory:
         return self.arguments + self.results + self.temporaries
 
 
-def memory(p: Partitioned) -> Memory:
-    """Peak memory of a partitioned step."""
+def memory(p: Partitioned, workspace: float = 0.0) -> Memory:
+    """Peak memory of a partitioned step. `workspace`: bytes of scratch that a matmul asks for (see `workspace_of`)."""
     model = fuse(p.body, p.values)
     kept = {model.buffer(v) for v in p.body.results}
     arguments = sum(p.values[v].bytes for v in p.body.arguments)
     donated = {r for r in p.donated.values()}
     fresh = {r: v for r, v in enumerate(p.body.results) if r not in donated and v not in p.body.arguments}
-    temporaries, held = _Walk(p.values).peak(p.body, outside=kept | set(p.body.arguments))
+    temporaries, held = _Walk(p.values, workspace).peak(p.body, outside=kept | set(p.body.arguments))
     return Memory(arguments, sum(p.values[v].bytes for v in fresh.values()), temporaries, dict(held))
+
+
+def workspace_of(device: Device) -> float:
+    """Bytes of scratch of XLA's cuBLAS calls: 32 MiB from Hopper on, 4 MiB before (xla/service/gpu/transforms/
+    gemm_rewriter.cc, kHopperWorkspace and kDefaultWorkspace)."""
+    if device.platform != "cuda":
+        return 0.0
+    return float(2**22 if device.name.startswith(("V100", "A100", "A10", "L4", "T4")) else 2**25)
 
 
 class _Walk:
     """Liveness of nested bodies."""
 
-    def __init__(self, values: Sequence[Value]):
-        self.values = values
+    def __init__(self, values: Sequence[Value], workspace: float):
+        self.values, self.workspace = values, workspace
 
     def peak(self, body: Body, outside: set[int]) -> tuple[float, Counter[str]]:
         """Most bytes that values made in a body hold at once; `outside`: buffers that are accounted for elsewhere."""
@@ -74,6 +85,8 @@ class _Walk:
                 live[new] = live.pop(old)
                 kinds[new] = kinds.get(old, "temporaries")
             inner, inside = self.inner(step.node)
+            if step.node.name in _MATMULS:
+                inner, inside = self.workspace, Counter(temporaries=self.workspace)
             total = sum(live.values()) + sum(made.values()) + inner
             if total > best:
                 best, held = total, self.account(live, made, kinds, step, inside, last, position)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lensjax.cost.communication import Prices
 from lensjax.cost.compute import seconds
-from lensjax.cost.memory import memory
+from lensjax.cost.memory import memory, workspace_of
 from lensjax.cost.timeline import timeline
 from lensjax.partition.data import Partitioned
 from lensjax.plan.plan import Plan, Predicted
@@ -62,7 +62,7 @@ def cost(
     for c in p.collectives:
         for tier, sent in prices.wire(c).items():
             tiers[tier] += sent * c.trips
-    peak = memory(p)
+    peak = memory(p, workspace_of(cluster.device))
     return Cost(
         step_s=times.total,
         compute_s=times.compute,

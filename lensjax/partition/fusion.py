@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from lensjax.partition.data import Body, Node, Value
 from lensjax.partition.simplify import COLLECTIVES
+from lensjax.partition.text import integers
 
 # The result is the operand's buffer, read differently.
 ALIASES = frozenset(
@@ -38,12 +39,15 @@ SLICING = frozenset(["stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.ga
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """Where values of a body live: `root` follows aliases, `stored` are roots with a buffer, `maker` their node."""
+    """Where values of a body live: `root` follows aliases, `stored` are roots with a buffer, `maker` their node,
+    `users` the positions of the nodes that read them. `generated` values come from constants alone: whoever can fuse
+    them makes them again, so only an operation that needs a buffer reads one."""
 
     root: dict[int, int]
     stored: frozenset[int]
     maker: dict[int, Node]
-    users: dict[int, list[int]]  # root -> positions in the body's nodes
+    users: dict[int, list[int]]
+    generated: frozenset[int]
 
     def buffer(self, value: int) -> int:
         return self.root.get(value, value)
@@ -51,28 +55,61 @@ class Fusion:
 
 def fuse(body: Body, values: Sequence[Value]) -> Fusion:
     """The fusion model of one body; nested bodies have their own, and read outer values as stored ones."""
-    root: dict[int, int] = {}
-    maker: dict[int, Node] = {}
+    root, maker, copied = _roots(body, values)
     users: dict[int, list[int]] = defaultdict(list)
-    needed = {v for v in body.results}
+    generated: set[int] = set()
+    needed = {root.get(v, v) for v in body.results} | {v for v in copied if v in maker}
     for position, node in enumerate(body.nodes):
-        inputs = [root.get(v, v) for v in node.inputs]
-        if node.name in ALIASES and len(node.outputs) == len(inputs):
-            root.update(zip(node.outputs, inputs))
+        if root.get(node.outputs[0] if node.outputs else -1) is not None:
             continue
+        inputs = [root.get(v, v) for v in node.inputs]
         for value in inputs:
             users[value].append(position)
+        if node.name in FREE or (inputs and node.name not in KERNELS and generated.issuperset(inputs)):
+            generated.update(node.outputs)
         inside = {root.get(v, v) for inner in node.bodies for v in captured(inner)}
         for value in inside:
             users[value].append(position)
         if node.name in KERNELS:
-            needed.update(inputs)
+            needed.update(inputs[:1] if node.name == "stablehlo.dynamic_update_slice" else inputs)
         needed.update(inside)
-        maker.update((v, node) for v in node.outputs)
-    needed = {root.get(v, v) for v in needed}
     stored = {v for v in maker if _is_stored(v, maker, needed, users)}
-    model = Fusion(root, frozenset(stored), maker, users)
+    model = Fusion(root, frozenset(stored), maker, users, frozenset(generated))
     return dataclasses.replace(model, stored=frozenset(stored | _worth_storing(body, values, model)))
+
+
+def _roots(body: Body, values: Sequence[Value]) -> tuple[dict[int, int], dict[int, Node], set[int]]:
+    """Alias -> buffer; buffer -> the node that makes it; values that are copied as their layout does not match.
+
+    A transpose is a layout of the same buffer (XLA's layout assignment) until an element-wise operation meets operands
+    of different layouts: then one of them is copied.
+    """
+    root: dict[int, int] = {}
+    maker: dict[int, Node] = {}
+    order: dict[int, tuple[int, ...]] = {}  # value -> the dimension of its buffer that each dimension is; else any
+    copied: set[int] = set()
+    for node in body.nodes:
+        inputs = [root.get(v, v) for v in node.inputs]
+        if node.name in ALIASES and len(node.outputs) == len(inputs):
+            root.update(zip(node.outputs, inputs))
+            continue
+        if node.name == "stablehlo.transpose":
+            permutation = integers(node.attributes["permutation"])
+            before = order.get(node.inputs[0]) or tuple(range(len(permutation)))
+            order[node.outputs[0]] = tuple(before[d] for d in permutation)
+            root[node.outputs[0]] = inputs[0]
+            continue
+        maker.update((v, node) for v in node.outputs)
+        shape = values[node.outputs[0]].shape if node.outputs else ()
+        same = [v for v in node.inputs if values[v].shape == shape]
+        if node.name in KERNELS:
+            order.update((v, tuple(range(len(values[v].shape)))) for v in node.outputs)
+        elif same and node.name != "stablehlo.broadcast_in_dim":
+            known = [(v, order[v]) for v in same if v in order]
+            if known:
+                order[node.outputs[0]] = known[0][1]
+                copied.update(v for v, o in known[1:] if o != known[0][1])
+    return root, maker, copied
 
 
 def _is_stored(value: int, maker: dict[int, Node], needed: set[int], users: dict[int, list[int]]) -> bool:
@@ -114,6 +151,8 @@ def sources(node: Node, values: Sequence[Value], model: Fusion) -> dict[int, flo
             size = min(limit, values[buffer].bytes)
             if slicing and i == 0:
                 size = min(size, sum(values[v].bytes for v in current.outputs))
+            if buffer in model.generated and current.name not in KERNELS:
+                continue
             if made is None or buffer in model.stored:
                 found[buffer] = max(found.get(buffer, 0.0), size)
             elif made.name not in FREE and id(made) not in visited:

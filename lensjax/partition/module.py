@@ -16,7 +16,7 @@ from typing import Any
 from lensjax import _jax
 from lensjax._errors import PartitionError
 from lensjax.partition.data import Spec
-from lensjax.partition.inline import inline_calls, main_function, walk
+from lensjax.partition.inline import inline_calls, main_function, symbol, walk
 from lensjax.partition.loops import capture_invariants, reshape_unit_broadcasts
 from lensjax.partition.text import tensor_type
 
@@ -46,6 +46,7 @@ def template(lowered: Any) -> Template:
     """
     _jax.mlir()
     module = lowered.compiler_ir("stablehlo").operation.clone()
+    _name_mesh(module)
     inline_calls(module)
     capture_invariants(module)
     reshape_unit_broadcasts(module)
@@ -73,6 +74,18 @@ def _marks(module: Any) -> list[tuple[Any, int]]:
 
 def mesh_operations(module: Any) -> list[Any]:
     return [op.operation for op in module.regions[0].blocks[0] if op.operation.name == "sdy.mesh"]
+
+
+def _name_mesh(module: Any) -> None:
+    """A step without any sharding names no mesh; give it one of a single device for candidates to write over."""
+    m = _jax.mlir()
+    if any(symbol(op.attributes["sym_name"]) == MESH for op in mesh_operations(module)):
+        return
+    with module.context, m.ir.Location.unknown(module.context):
+        alone = m.sdy.MeshAttr.get([m.sdy.MeshAxisAttr.get("one", 1)])
+        name = m.ir.StringAttr.get(MESH)
+        start = m.ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0])
+        m.ir.Operation.create("sdy.mesh", attributes={"sym_name": name, "mesh": alone}, ip=start)
 
 
 def _mesh_of(module: Any) -> dict[str, int]:
