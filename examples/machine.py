@@ -65,25 +65,16 @@ def spawned() -> bool:
 
 
 def join() -> None:
-    """Connects this process with its peers (a no-op unless started by `spawn`). Call before using any device."""
+    """Connects this process with its peers (a no-op unless started by `spawn`). Call before any output."""
     if spawned():
         import jax
 
+        # Gloo prints eight lines for every group of devices, straight to file descriptor 1: only ours stay on it.
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         rank, count = int(os.environ[_RANK]), int(os.environ[_COUNT])
         jax.distributed.initialize(f"localhost:{os.environ[_PORT]}", num_processes=count, process_id=rank)
-
-
-def to_global(rows):
-    """A pytree of this process's own rows -> one of global arrays; with one process the rows are the batch already."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    if jax.process_count() == 1:
-        return rows
-    by_row = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("rows"))
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_row, x), rows)
 
 
 def to_host(tree):

@@ -25,24 +25,27 @@ def bytes_text(n: float) -> str:
 
 
 class Training:
-    """A progress bar with loss, examples or tokens a second and the bytes sent over each tier per step.
+    """A progress bar with loss, tokens (or examples) a second and the bytes each device sends over each tier per step.
 
-    with Training(out, steps, "tokens", per_step, tiers) as bar:
-        bar.step(loss)
+        with Training(console, steps, "tokens", per_step, tiers) as bar:
+            bar.step(loss)
+
+    Where the output is no terminal it prints ten plain lines instead.
     """
 
     def __init__(self, out: Console, steps: int, unit: str, per_step: int, tiers: dict[str, float]):
-        self._out, self._steps, self._unit = out, steps, unit
-        self._wire = "  ".join(f"{name} {bytes_text(n)}" for name, n in tiers.items()) or "nothing"
+        self.unit, self.losses = unit, []
+        self._out, self._steps, self._per_step, self._seconds = out, steps, per_step, []
+        self._wire = ", ".join(f"{name} {bytes_text(n)}" for name, n in tiers.items()) or "nothing"
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("loss {task.fields[loss]}"), TextColumn(f"{{task.fields[rate]}} {unit}/s"),
-            TextColumn(f"sent per step: {self._wire}"), TimeRemainingColumn(), console=out,
+            MofNCompleteColumn(),
+            BarColumn(bar_width=12),
+            TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[rate]}} {unit}/s  sent {self._wire}"),
+            TimeRemainingColumn(compact=True),
+            console=out,
             disable=not out.is_terminal,
-        )  # fmt: skip
+        )
         self._task = self._progress.add_task("", total=steps, loss="-", rate="-")
-        self._per_step, self._seconds = per_step, []
-        self.losses: list[float] = []
 
     def __enter__(self):
         self._progress.start()
@@ -65,8 +68,8 @@ class Training:
         done = len(self.losses)
         if not self._out.is_terminal and (done % max(1, self._steps // 10) == 0 or done == 1):  # a log file
             self._out.print(
-                f"step {done}/{self._steps}  loss {loss:.3f}  {self.rate:,.0f} {self._unit}/s  "
-                f"sent per step: {self._wire}"
+                f"step {done}/{self._steps}  loss {loss:.3f}  {self.rate:,.0f} {self.unit}/s  "
+                f"sent per step and device: {self._wire}"
             )
 
     @property

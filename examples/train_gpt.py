@@ -25,6 +25,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loop
 import numpy as np
 import optax
 import show
@@ -137,24 +138,6 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def train(step, state, args, data, out):
-    """Runs the steps; returns the last state, the losses and the differences to one device (None without --check)."""
-    replay = Replay(train_step) if args.check else None
-    tiers = step.plan.predicted["tiers"]
-    with show.Training(out, args.steps, "tokens", BATCH * SEQ, tiers) as bar:
-        for i in range(args.steps):
-            batch = machine.to_global(local_batch(data, i))
-            before = machine.to_host(state) if replay else None
-            bar.skip_time()
-            state, metrics = step(state, batch)
-            bar.step(float(metrics["loss"]))
-            if replay:
-                replay.compare(before, machine.to_host(batch), state, bar.losses[-1])
-    out.print(f"trained {args.steps} steps at {bar.rate:,.0f} tokens/s; mean loss of the last ten "
-              f"{np.mean(bar.losses[-10:]):.3f} nats/byte")  # fmt: skip
-    return state, bar.losses, replay
-
-
 def main() -> int:
     args = arguments()
     if args.processes > 1 and not machine.spawned():
@@ -170,7 +153,10 @@ def main() -> int:
     out.print(step.explain())
     out.print(f"planned, and the state created sharded, in {time.perf_counter() - started:.1f} s\n")
 
-    state, losses, replay = train(step, state, args, data, out)
+    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers)
+    replay = Replay(train_step) if args.check else None
+    state = loop.train(step, state, lambda i: step.from_local(local_batch(data, i)), args.steps, bar, replay)
+    out.print(loop.summary(bar, "nats/byte"))
 
     params = machine.to_host(state.params)
     if jax.process_index() == 0:
@@ -178,7 +164,7 @@ def main() -> int:
         out.print(f"loss on held-out text {unseen:.3f} nats/byte\n\na sample:\n")
         out.print(generate(params, b"import os\n\n\ndef ", 400).decode("utf-8", "replace"), markup=False)
         path = args.out / "train_gpt.png"
-        show.picture(path, losses, "byte-level GPT on the standard library", "nats/byte", unseen)
+        show.picture(path, bar.losses, "byte-level GPT on the standard library", "nats/byte", unseen)
         out.print(f"\nloss curve: {path}")
     if replay:
         out.print("\n" + replay.report())

@@ -237,6 +237,14 @@ def lowered_facts(lowered: Any) -> tuple[str, int, tuple[bool, ...], tuple[bool,
         raise UnsupportedJax(f"jax {jax.__version__} keeps the facts of a lowered step elsewhere: {e!r}") from e
 
 
+def lowered_arguments(lowered: Any) -> tuple[int, ...]:
+    """Positions in the flattened arguments that the lowered module takes: jit drops arguments that are never read."""
+    try:
+        return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
+    except (AttributeError, KeyError, TypeError) as e:
+        raise UnsupportedJax(f"jax {jax.__version__} keeps the facts of a lowered step elsewhere: {e!r}") from e
+
+
 def _is_free(sharding: Any) -> bool:
     from jax._src.interpreters import mlir
     from jax._src.sharding_impls import UnspecifiedValue
@@ -250,7 +258,7 @@ def compile_module(
     free: tuple[Sequence[bool], Sequence[bool]],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a StableHLO module for `devices` (compile-only or real) and returns XLA's executable, not a jax Compiled.
+    """Compiles a StableHLO module for `devices` (compile-only or real); returns XLA's executable, not a jax Compiled.
 
     `options` are XLA flags by name, without dashes: a wrong one raises, where XLA_FLAGS would abort the process.
     """

@@ -16,7 +16,12 @@ from typing import Any
 from lensjax._errors import LensjaxError, UsageError
 
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "collectives": "lensjax.commands.collectives",
+    "plan": "lensjax.commands.plan",
+    "probe": "lensjax.commands.probe",
+    "topo": "lensjax.commands.topo",
+}
 
 
 class _Parser(argparse.ArgumentParser):

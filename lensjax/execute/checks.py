@@ -9,14 +9,12 @@ import jax
 
 from lensjax._errors import BatchError, LensjaxError, StateError
 from lensjax.program.program import Program
-from lensjax.program.trace import abstract
+from lensjax.program.trace import Call, abstract
 
 
-def check_alive(program: Program, leaves: Sequence[Any]) -> None:
+def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises StateError when a buffer was given up by an earlier call."""
-    dead = [
-        a.path for a, x in zip(program.arguments, leaves) if isinstance(x, jax.Array) and x.is_deleted()
-    ]
+    dead = [path for path, x in zip(paths, leaves) if isinstance(x, jax.Array) and x.is_deleted()]
     if dead:
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
         raise StateError(
@@ -27,16 +25,20 @@ def check_alive(program: Program, leaves: Sequence[Any]) -> None:
         )
 
 
-def check_state(old: Program, new: Program) -> None:
-    """Raises StateError when a call brings a state of another structure or other shapes than the planned one."""
+def check_state(old: Program, call: Call) -> None:
+    """Raises StateError when a call brings a state of another structure or other shapes than the planned one.
+
+    It looks at the arguments only: a changed state usually makes the step itself fail, in less helpful words.
+    """
     before = {a.path: a for a in old.arguments if a.role not in ("batch", "constant")}
-    after = {a.path: a for a in new.arguments if a.role not in ("batch", "constant")}
+    batch = {a.path for a in old.arguments if a.role == "batch"}
+    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves) if p not in batch}
     gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
     if gone or come:
         lost = f"{gone[0]} is missing" if gone else ""
         found = f"{come[0]} is new" if come else ""
         raise StateError(
-            f"the state changed its structure between calls: {' and '.join(x for x in (lost, found) if x)}"
+            f"the arguments changed their structure between calls: {' and '.join(x for x in (lost, found) if x)}"
             f" ({len(gone)} leaves fewer, {len(come)} more)",
             hint="a step and its plan belong to one structure: decorate the function again for another one",
         )

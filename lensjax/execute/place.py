@@ -28,24 +28,32 @@ def device_mesh(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, tuple(a.name for a in plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
 
 
-def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """The leaf as an array with that sharding; itself where it has it already.
+def place(leaf: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
+    """The leaf as an array with that sharding; itself where it has it already, or is a Python number.
 
+    `own`: its buffers will be donated, so none may be shared with another array or with numpy. `device_put` shares what is
+    on its device already, whatever `may_alias` says (jax 0.10.2, 0.12.0.1), and a buffer that is given up twice ends the
+    process; so an owned leaf is copied after it was moved.
     With several processes, a leaf that lives in this process only must hold the same whole value in each of them.
     """
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf  # type: ignore[return-value] # JAX places it, and keeps its weak type
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    moved = _move(leaf, sharding)
+    return jax.numpy.copy(moved) if own else moved
+
+
+def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
-        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = jax.random.key_data(leaf)
             whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-            return jax.random.wrap_key_data(place(data, whole), impl=jax.random.key_impl(leaf))
-    aval = jax.typeof(leaf)
+            return jax.random.wrap_key_data(_move(jax.random.key_data(leaf), whole), impl=jax.random.key_impl(leaf))
+    value = np.asarray(leaf, jax.typeof(leaf).dtype)
     if jax.process_count() == 1:
-        return jax.device_put(jax.numpy.asarray(leaf, aval.dtype) if not hasattr(leaf, "shape") else leaf, sharding)
-    value = np.asarray(leaf, aval.dtype)
+        return jax.device_put(value, sharding)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 

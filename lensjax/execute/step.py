@@ -25,7 +25,7 @@ from lensjax.execute.planning import Options, cluster_for, make_plan
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
-from lensjax.program.trace import abstract
+from lensjax.program.trace import Fixed, abstract, flatten_call, is_dynamic
 from lensjax.search.price import Choice
 
 log = logging.getLogger("lensjax")
@@ -58,8 +58,11 @@ class Step:
         return self._first(args, kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = flatten_call(self._fn, args, kwargs)
+        if self._program is not None:
+            check_state(self._program, call)
+        check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
-        check_alive(program, program.call.leaves)
         executable = self._build(program)
         return self._start(executable, args, kwargs)
 
@@ -79,13 +82,14 @@ class Step:
             leaves = executable.leaves(args, kwargs)
             if leaves is None:
                 continue
-            check_alive(executable.emitted.program, leaves)
+            check_alive(executable.emitted.program.call.paths, leaves)
             if executable is self._run and not executable.misplaced(leaves):
                 raise explain_failure(failure, executable) from failure
             return self._start(executable, args, kwargs)
+        call = flatten_call(self._fn, args, kwargs)
+        check_state(self._run.emitted.program, call)
+        check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
-        check_state(self._run.emitted.program, program)
-        check_alive(program, program.call.leaves)
         note = f"another signature: the batch is {program.batch.size}; the plan {self.plan.name!r} is used again"
         self.notices.append(note)
         log.info(note)
@@ -99,7 +103,7 @@ class Step:
         seen: set[int] = set()
         out = []
         for i, (leaf, sharding) in enumerate(zip(leaves, emitted.arguments)):
-            placed = place(leaf, sharding)
+            placed = place(leaf, sharding, own=i in emitted.donated)
             if i in emitted.donated:
                 if id(placed) in seen:
                     placed = jax.numpy.copy(placed)
@@ -125,8 +129,8 @@ class Step:
         if self._choice is None:
             self._choice = make_plan(program, cluster_for(self._options.cluster), self._options)
             self._program = program
-        elif self._program is not None and self._program.fingerprint != program.fingerprint:
-            check_state(self._program, program)
+        elif self._program is not None:
+            check_state(self._program, program.call)
         return self._choice.plan
 
     def plan_for(self, *shapes: Any, **kwargs: Any) -> Plan:
@@ -147,17 +151,19 @@ class Step:
                 hint=f"state = {name}.init({getattr(fn, '__name__', 'create_state')}, ..., batch=batch)  "
                 "# an example batch, or its ShapeDtypeStructs",
             )
+        made, tree = self._init(fn, args, kwargs, batch)
+        return jax.tree.unflatten(tree, made(*args))
+
+    def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, Any]:
+        """(a jitted function from `args` to the state's leaves, the state's tree)."""
         state = jax.eval_shape(functools.partial(fn, **kwargs), *args)
         if batch is not None:
             shapes = split_init(self._fn, state, jax.tree.map(abstract_leaf, batch))
-            program = self._analyze(shapes, {})
-            self._plan(program)
-        assert self._program is not None and self._choice is not None
+            self._plan(self._analyze(shapes, {}))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are equal
         # but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
-        made = jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings)
-        return jax.tree.unflatten(tree, made(*args))
+        return jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings), tree
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
@@ -297,13 +303,9 @@ class Off:
 
 
 def abstract_leaf(leaf: Any) -> Any:
-    from lensjax.program.trace import is_dynamic
-
     return abstract(leaf) if is_dynamic(leaf) else leaf
 
 
 def unfixed(values: Sequence[Any]) -> tuple[Any, ...]:
-    from lensjax.program.trace import Fixed
-
     return tuple(v.value if isinstance(v, Fixed) else v for v in values)
 

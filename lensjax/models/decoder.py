@@ -64,11 +64,11 @@ class Config:
 
 def rope(x: jax.Array, theta: float) -> jax.Array:
     """Rotary position embedding of x, [batch, seq, heads, head_dim], by halves (arXiv:2104.09864, section 3.4.2)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
+    half, wide = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
+    frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
+    angle = jnp.arange(x.shape[1], dtype=wide)[:, None] * frequency
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -128,7 +128,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens int32[batch, seq] -> logits float32[batch, seq, vocab]."""
+    """Tokens int32[batch, seq] -> logits [batch, seq, vocab], in float32 at least."""
 
     config: Config
 
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         x = self._layers(x)
         x = _norm(c, "final_norm")(x)
         logits = embed.attend(x) if c.tied else _dense(dataclasses.replace(c, bias=False), c.vocab, "head")(x)
-        return logits.astype(jnp.float32)
+        return logits.astype(jnp.promote_types(c.dtype, jnp.float32))
 
     def _layers(self, x):
         c = self.config

@@ -7,7 +7,7 @@ that differs is the batch. Nothing is assumed about names or positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -46,9 +46,13 @@ def find_batch(
     fn: Callable,
     traced: Traced,
     candidates: Sequence[int],
+    unused: Set[int] = frozenset(),
     axes: dict[int, int] | None = None,
 ) -> Batch:
     """Finds the batch among the argument leaves `candidates` (indices), or takes `axes` as told.
+
+    Leaves in `unused` play no part in the results (labels of a loss whose gradient does not need them): they are resized with
+    their group, but are no batch of their own.
 
     Groups of equal size along axis 0 are tried first, then along axis 1, each alone. Raises BatchError, saying what was
     seen, when none or more than one group can be resized.
@@ -64,6 +68,8 @@ def find_batch(
                 groups.setdefault(shape[axis], []).append(i)
         found = []
         for size, members in groups.items():
+            if unused.issuperset(members):
+                continue
             attempt = {i: axis for i in members}
             try:
                 found.append(_attempt(fn, traced, attempt, size))

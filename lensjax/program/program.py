@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from lensjax.program.batch import Batch, find_batch
 from lensjax.program.edit import bodies, is_var
 from lensjax.program.flow import compute_arguments, dependencies
 from lensjax.program.layers import Layer, find_layers
-from lensjax.program.roles import Argument, is_key, match_state, raw_keys, split_gradients, tie
+from lensjax.program.roles import Argument, added_to, is_key, match_state, raw_keys, split_gradients, tie
 from lensjax.program.trace import Call, Traced, abstract, trace
 
 
@@ -72,24 +73,33 @@ def analyze(
     *,
     batch_argnums: Sequence[int] | None = None,
     batch_axes: Any = None,
+    seconds: dict[str, float] | None = None,
 ) -> Program:
     """Traces `fn(*args, **kwargs)` (arrays or shapes) and finds out what everything is.
 
     `batch_argnums`: positions of the batch arguments; `batch_axes`: the batch dimension, one integer for all or a
-    pytree prefix of integers (None: not batched) for them. Raises TraceError or BatchError.
+    pytree prefix of integers (None: not batched) for them. `seconds` receives what the traces and the analysis took.
+    Raises TraceError or BatchError.
     """
+    start = time.perf_counter()
     traced = trace(fn, args, kwargs)
+    first = time.perf_counter()
     inner = _jax.open_jaxpr(traced.jaxpr)
     deps = dependencies(traced.jaxpr)
     state = match_state(traced, deps)
     keys = raw_keys(traced) | {i for i, v in enumerate(inner.invars) if is_key(v.aval)}
     told = _told_axes(traced.call, args, batch_argnums, batch_axes)
     used = {a for e in inner.eqns for a in e.invars if is_var(a)}
-    candidates = [
-        i for i in range(len(traced.call.leaves)) if i not in state and i not in keys and inner.invars[i] in used
-    ]
-    batch = find_batch(fn, traced, candidates, told)
-    return _assemble(traced, batch, deps, state, keys)
+    candidates = [i for i in range(len(traced.call.leaves)) if i not in state and i not in keys]
+    unused = {i for i in candidates if inner.invars[i] not in used}
+    found = time.perf_counter()
+    batch = find_batch(fn, traced, candidates, unused, told)
+    second = time.perf_counter()
+    program = _assemble(traced, batch, deps, state, keys)
+    if seconds is not None:
+        seconds["trace"] = (first - start) + (second - found)
+        seconds["analysis"] = (found - first) + (time.perf_counter() - second)
+    return program
 
 
 def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matched: dict[int, int], keys: set[int]) -> Program:
@@ -99,9 +109,12 @@ def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matched: dict[
     inner = _jax.open_jaxpr(traced.jaxpr)
     count = len(traced.call.leaves)
 
+    updated = added_to(traced, state)
+
     def is_parameter(i: int) -> bool:
         v = inner.invars[i]
-        return i not in keys and jnp.issubdtype(v.aval.dtype, jnp.inexact) and v in needed and i not in batch.axes
+        read = v in needed or i in updated
+        return i not in keys and jnp.issubdtype(v.aval.dtype, jnp.inexact) and read and i not in batch.axes
 
     # Without a result of the same structure (a step that returns gradients only) a float argument that the
     # computation reads, and that is not the batch, is still a parameter.

@@ -141,6 +141,21 @@ def split_gradients(
     return comes_back, gradients, donate
 
 
+def added_to(traced: Traced, state: dict[int, int]) -> set[int]:
+    """State that an update is added to and that no other state reads: parameters that no computation needs (those of a
+    linear model do not stand in their own gradient)."""
+    inner = _jax.open_jaxpr(traced.jaxpr)
+    kept = dependencies(traced.jaxpr, lambda e: e.primitive.name in _KEEPS)
+    full = dependencies(traced.jaxpr)
+    found = set()
+    for i, o in state.items():
+        alone = not any(_dep(inner.outvars[other], full) >> i & 1 for j, other in state.items() if j != i)
+        changed = inner.outvars[o] is not inner.invars[i]
+        if alone and changed and inner.invars[i].aval.shape and _dep(inner.outvars[o], kept) >> i & 1:
+            found.add(i)
+    return found
+
+
 def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 

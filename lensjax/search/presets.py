@@ -106,7 +106,7 @@ def _pinned(program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], size
     state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
     check_used(pins, [a.path for a in state])
     out = dict(leaves)
-    for a in state:
+    for a in sorted(state, key=lambda a: a.role != "parameter"):  # an error names the parameter before its moments
         pin = find(pins, a.path)
         if pin is None and a.follows is not None:
             pin = find(pins, program.arguments[a.follows].path)

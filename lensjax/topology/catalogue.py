@@ -61,6 +61,18 @@ def device_of_kind(kind: str) -> Device | None:
     return next((d for d in _devices().values() if kind in d.kinds), None)
 
 
+def machine_of(found: Device) -> Machine:
+    """The machine that best stands for a device where only that is known: the vendor's own (dgx-...) before a
+    cloud's.
+
+    Raises ClusterError when the catalogue has none.
+    """
+    named = [m for m in machines().values() if m.data["device"] == found.name]
+    if not named:
+        raise ClusterError(f"no machine with {found.name} in the catalogue", hint="write a cluster file")
+    return min(named, key=lambda m: not m.name.startswith("dgx"))
+
+
 @functools.cache
 def machines() -> dict[str, Machine]:
     """All machines by name, sorted."""

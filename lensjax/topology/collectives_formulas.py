@@ -7,7 +7,7 @@ leaves one such unit. M = 2 for an all-reduce (it is a reduce-scatter and an all
 |---|---|---|---|
 | ring | M (c[t] - c[t+1]) | M (n-1)/n S / E[t] | Patarasuk and Yuan 2009; one ring enters and leaves each unit once |
 | tree | M (f-1) inside, M log2 f outside | M S / E, outside M (c-1)/c S / E where `aware` | Sanders et al. 2009; NCCL: chains in a node, double trees across, PAT |
-| multicast | 2 inside, tree outside | S / E inside (switch adds and copies) | NVLS: nccl-tests#272; SHARP: Graham et al. 2016 |
+| multicast | M inside, tree outside | S / E inside (switch adds and copies) | NVLS: nccl-tests#272; SHARP: Graham et al. 2016 |
 | hierarchical | M (f-1) | M (f-1)/f S / E[t] | Cho et al. 2019 (BlueConnect): per-tier stages, one after the other |
 | direct | 1 | S (share for members outside the unit) / E | all-to-all and permute: each byte goes straight to its owner |
 | pipeline | c[t] - c[t+1] | S / E[t] | broadcast along a ring in chunks |
@@ -29,8 +29,8 @@ from lensjax.topology.collectives_span import Span, hop_rates
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast")
 MENU = {
     "all_reduce": ("ring", "tree", "multicast"),
-    "reduce_scatter": ("ring", "tree"),
-    "all_gather": ("ring", "tree"),
+    "reduce_scatter": ("ring", "tree", "multicast"),
+    "all_gather": ("ring", "tree", "multicast"),
     "all_to_all": ("direct",),
     "permute": ("direct",),
     "broadcast": ("pipeline",),
@@ -42,12 +42,14 @@ class Terms:
     """One algorithm on `k` ways in which groups lie, before a library's efficiencies.
 
     `wait_inner`, `wait_outer`: float [k], seconds of latency (hops times the tiers' latencies) on the innermost tier and outside;
+    `once`: float [k], the innermost tier's latency counted once where it is used;
     `inner`, `outer`: float [k], seconds per byte of payload at the links' own rate; `wire`: float [k, tiers], bytes leaving
     a unit per byte of payload; `peers`: float [k], messages that each member sends to others one by one; `calls`: library
     calls; `kind`: which efficiency applies (ring, direct or multicast); `in_turn`: the tiers work one after the other.
     """
 
     wait_inner: np.ndarray
+    once: np.ndarray
     wait_outer: np.ndarray
     inner: np.ndarray
     outer: np.ndarray
@@ -62,9 +64,10 @@ def line(terms: Terms, profile: Profile, protocol: Protocol) -> tuple[np.ndarray
     """(seconds at size 0, seconds per byte), float [k] each, of one algorithm by one protocol. A group of one costs nothing."""
     leaves = (terms.outer > 0) | (terms.wait_outer > 0)
     multicast = terms.kind == "multicast"
-    base = profile.multicast_base if multicast else protocol.base
+    base = profile.multicast_base if multicast else protocol.base + profile.direct_base * (terms.kind == "direct")
     call = profile.launch + profile.launch_outer * leaves + base
-    wait = terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
+    inside = terms.once if profile.rendezvous else terms.wait_inner
+    wait = inside * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
     alpha = terms.calls * call + wait + terms.peers * profile.peer
     inner = terms.inner / {"ring": profile.ring, "direct": profile.direct, "multicast": profile.multicast}[terms.kind]
     outer = terms.outer / (profile.direct_outer if terms.kind == "direct" else profile.ring_outer)
@@ -95,15 +98,19 @@ def tree(cluster: Cluster, op: str, span: Span, aware: bool) -> Terms:
 
 
 def multicast(cluster: Cluster, op: str, span: Span, aware: bool) -> Terms | None:
-    """None where the innermost tier cannot, or a node's part of the group is too small (NCCL: NVLS needs more than 2)."""
-    inside = _fan_out(span)[:, 0]
+    """None where the innermost tier cannot, or a node's part of the group is too small (NCCL: NVLS needs more than 2).
+
+    A reduce-scatter or all-gather in the switch saves hops, not bytes: one direction still carries all of S (nccl#1506).
+    """
+    inside, passes = _fan_out(span)[:, 0], _passes(op)
     if not cluster.tiers[0].multicast or (inside <= 2).any():
         return None
-    hops, wire = _tree_outside(span, 2, aware=True)
+    hops, wire = _tree_outside(span, passes, aware=True)
     for t, tier in enumerate(cluster.tiers[1:], start=1):
         if tier.multicast:  # SHARP: the switch adds, each unit's sum leaves once
-            hops[:, t], wire[:, t] = np.where(hops[:, t] > 0, 2, 0), np.where(wire[:, t] > 0, 1.0, 0.0)
-    hops[:, 0], wire[:, 0] = 2, 1.0
+            hops[:, t] = np.where(hops[:, t] > 0, passes, 0)
+            wire[:, t] = np.where(wire[:, t] > 0, 1.0, 0.0)
+    hops[:, 0], wire[:, 0] = passes, 1.0
     return _terms(cluster, span, hops, wire, kind="multicast")
 
 
@@ -136,7 +143,8 @@ def shift(cluster: Cluster, groups: Any) -> Terms:
     waits = np.where(uses, [t.latency for t in cluster.tiers], 0.0)
     outside = uses[:, 1:].any(axis=1)
     outer, wait_outer = slowness[:, 1:].max(axis=1, initial=0), waits[:, 1:].max(axis=1, initial=0)
-    rows = np.stack([np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
+    inside = np.where(outside, 0.0, waits[:, 0])
+    rows = np.stack([inside, inside, wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
     rows = np.unique(rows, axis=0)
     return Terms(*rows.T, wire=np.zeros((len(rows), 0)), peers=np.zeros(len(rows)), kind="direct")
 
@@ -157,7 +165,8 @@ def _terms(cluster: Cluster, span: Span, hops: np.ndarray, wire: np.ndarray, pee
     together = np.sum if more.get("in_turn") else np.max
     outer = together(seconds[:, 1:], axis=1, initial=0.0)
     peers = np.zeros(len(wire)) if peers is None else peers
-    return Terms(waits[:, 0], waits[:, 1:].sum(axis=1), seconds[:, 0], outer, wire, peers, **more)
+    once = np.where(hops[:, 0] > 0, cluster.tiers[0].latency, 0.0)
+    return Terms(waits[:, 0], once, waits[:, 1:].sum(axis=1), seconds[:, 0], outer, wire, peers, **more)
 
 
 def _passes(op: str) -> int:

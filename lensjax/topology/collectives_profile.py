@@ -47,38 +47,34 @@ class Profile:
     `launch`, `launch_outer`: per call inside the innermost tier, and added by leaving it. `hop`, `hop_outer`: multiples of
     the tiers' latencies. `ring`, `direct`: efficiency of rings, and of direct exchanges (all-to-all, permute), on the
     innermost tier; `ring_outer`, `direct_outer` on the others. `multicast`: the rate of an in-switch all-reduce over the
-    link's, `multicast_base` its fixed cost. `peer`: seconds per peer of an all-to-all. `aware_trees`: the library picks trees
-    by what crosses (a tuner plug-in, in-switch trees), not by its built-in model, which assumes 2 bytes per byte.
-    `shard_launch`, `shard_peer`, `shard_copy`: what an interface that packs a list of shards adds to all-gather and
-    reduce-scatter: seconds per call, per member, and bytes/s of the copy (infinite for none). `source`: where all this is from.
+    link's, `multicast_base` its fixed cost. `peer`: seconds per peer of an all-to-all, `direct_base` its fixed cost.
+    `aware_trees`: the library takes trees by what really crosses (a tuner plug-in), not by its built-in model.
+    `rendezvous`: inside the innermost tier members meet once and copy from each other's memory (XLA's CPU collectives of one
+    process), so that its latency counts once a call.
+    `shard_launch`, `shard_peer`, `shard_copy`: what an interface that packs lists of shards adds to all-gather and
+    reduce-scatter: seconds per call, seconds per member, and the copy's bytes/s (infinite for none).
     """
 
     name: str
     protocols: tuple[Protocol, ...]
-    launch: float
-    launch_outer: float
-    hop: float
-    hop_outer: float
-    ring: float
-    ring_outer: float
-    direct: float
-    direct_outer: float
-    multicast: float
-    multicast_base: float
-    peer: float
+    launch: float = 0.0
+    launch_outer: float = 0.0
+    hop: float = 1.0
+    hop_outer: float = 1.0
+    ring: float = 1.0
+    ring_outer: float = 1.0
+    direct: float = 1.0
+    direct_outer: float = 1.0
+    direct_base: float = 0.0
+    multicast: float = 1.0
+    multicast_base: float = 0.0
+    peer: float = 0.0
     aware_trees: bool = False
+    rendezvous: bool = False
     shard_launch: float = 0.0
     shard_peer: float = 0.0
     shard_copy: float = float("inf")
     source: str = ""
-
-
-def profile_of(cluster: Cluster) -> Profile:
-    """The profile of the library that JAX uses on this cluster's devices, fitted to published measurements where there are."""
-    from lensjax.topology.collectives_fitted import FAMILIES
-    from lensjax.topology.collectives_fitted import profile as fitted
-
-    return fitted(family_of(cluster), outer_family_of(cluster)) if FAMILIES else UNFITTED
 
 
 def family_of(cluster: Cluster) -> str:
@@ -101,8 +97,8 @@ def outer_family_of(cluster: Cluster) -> str:
     return "efa" if any(t.name == "efa" for t in cluster.tiers[1:]) else "rdma"
 
 
-# What is known before any measurement: NCCL's own constants and the usual share of line rate.
-UNFITTED = Profile(
-    "nccl", NCCL_PROTOCOLS, launch=10e-6, launch_outer=20e-6, hop=1.0, hop_outer=1.0, ring=0.78, ring_outer=0.88, direct=0.7,
-    direct_outer=0.7, multicast=0.58, multicast_base=15e-6, peer=5e-6, source="NCCL src/graph/tuning.cc; research practice",
-)  # fmt: skip
+def profile_of(cluster: Cluster) -> Profile:
+    """The profile of the library that JAX uses on this cluster's devices, fitted to published measurements where there are."""
+    from lensjax.topology.calibrate import shipped
+
+    return shipped().profile(family_of(cluster), outer_family_of(cluster))

@@ -67,6 +67,10 @@ def _units(name: str, system: str, devices: int, notes: str) -> Cluster:
 def _network(cluster: Cluster, system: str) -> Cluster:
     """The catalogue's network, unless the text gives another one."""
     inner = cluster.tiers[0].size
+    if "Galvatron" in system:
+        # "~100 Gb/s per node" in its text is a guess that its own rows refute: one pair of GPUs gets 8.1 GB/s across nodes, two
+        # pairs 16.2, eight 44.7, so each GPU has a NIC of 100 Gb/s.
+        system = "8x100G"
     nics = re.search(r"(\d+) ?x ?(\d+) ?G(?:b|bit|bps)?\b(?!B)", system)
     per_node = re.search(r"(?<![x\d])(\d+) ?Gb/s[^,)]*per node", system)
     per_device = re.search(r"(?<![x\d])(\d+) ?Gb/s[^,)]*per (?:GPU|device|chip|accelerator)", system)

@@ -16,9 +16,11 @@ import numpy as np
 
 from lensjax._errors import ClusterError
 from lensjax.topology.cluster import Cluster
+from lensjax.topology.collectives import collective_time
 from lensjax.topology.collectives_systems import describe
 
 COLUMNS = ("system", "intra/inter", "op", "n_gpus", "bytes", "algbw_GBps", "busbw_GBps", "notes")
+RATE_SIZE = 2.0**30  # a row without a size states a large-message rate: taken at 1 GiB
 _OPS = {"p2p": "permute", "sendrecv": "permute", "alltoall": "all_to_all"}
 
 
@@ -75,6 +77,9 @@ def _row(line: int, raw: dict[str, str]) -> Row:
     op = _OPS.get(raw["op"].strip().lower(), raw["op"].strip().lower())
     if rate is None and bus is not None and devices > 1:
         rate = bus / bus_factor(op, devices)
+    if "tpu-recipes" in raw.get("notes", "") and rate is not None:
+        # That tool prints 2 (n-1)/n bytes / time for a psum (accelerator-microbenchmarks, benchmark_collectives.py): bus bandwidth.
+        rate /= bus_factor(op, devices)
     rate = None if rate is None else rate * 1e9
     seconds = size / rate if size and rate else _noted_latency(raw.get("notes", ""))
     return Row(line, raw["system"], raw["intra/inter"].strip(), op, devices, size, rate, seconds, raw.get("notes", ""))
@@ -103,3 +108,13 @@ def place(row: Row) -> tuple[Cluster, np.ndarray]:
         units = cluster.devices // inner
         return cluster, (np.arange(units)[:, None] * inner + np.arange(n // units)).reshape(1, -1)
     return cluster, np.arange(n)[None, :]
+
+
+def price_on(cluster: Cluster, row: Row) -> float:
+    """Seconds of a row's collective on a machine of one's own: on its first devices (inter: as many in each node)."""
+    inner, n = cluster.tiers[0].size, row.devices
+    if n > cluster.devices or (row.scope == "inter" and cluster.devices <= inner):
+        raise ClusterError(f"line {row.line}: {n} devices ({row.scope}) do not fit {cluster.name}")
+    units = min(cluster.devices // inner, n) if row.scope == "inter" and n <= inner else 1
+    groups = (np.arange(units)[:, None] * inner + np.arange(n // units)).ravel() if units > 1 else np.arange(n)
+    return collective_time(cluster, row.op, groups, RATE_SIZE if row.bytes is None else row.bytes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 
 class Case(NamedTuple):
@@ -24,13 +25,32 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A named case. `make(with_grads=False) -> Case`; `dtype` is the precision of its arithmetic."""
+    """A named case: `make(with_grads=False) -> Case`; `dtype` is the precision of its arithmetic.
+
+    `form` is how its step is written: "state" `step(state, batch) -> (state, metrics)`; "modules" (NNX)
+    `step(model, optimizer, batch) -> metrics`, both updated in place, init returns the pair; "split" (NNX)
+    `step(graphdef, state, batch) -> (state, metrics)`, init returns (graphdef, state). `call` hides the difference.
+    """
 
     name: str
     make: Callable[..., Case]
     optimizer: str
     notes: str
     dtype: str = "float32"
+    form: Literal["state", "modules", "split"] = "state"
+
+    def call(self, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """state, metrics of one call of `step` (jitted, decorated or bare) in this family's form."""
+        if self.form == "modules":
+            return state, step(*state, batch)
+        if self.form == "split":
+            values, metrics = step(*state, batch)
+            return (state[0], values), metrics
+        return step(state, batch)
+
+    def jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step compiled for one device, as its users would."""
+        return nnx.jit(step) if self.form == "modules" else jax.jit(step)
 
 
 def probe(with_grads: bool) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
@@ -39,7 +59,10 @@ def probe(with_grads: bool) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
 
 
 def widen(tree: Any) -> Any:
-    """float32 leaves -> float64 (needs jax_enable_x64): the same case in double precision, whatever its modules are."""
+    """float32 leaves -> float64: the same case in double precision, whatever its modules are.
+
+    Make the case, its state and its batch under `jax.enable_x64(True)` too: some modules fix a precision when made.
+    """
     return jax.tree.map(lambda x: x.astype(jnp.float64) if getattr(x, "dtype", None) == jnp.float32 else x, tree)
 
 

@@ -1,0 +1,124 @@
+"""The pricing formulas over many measured rows at once, each with constants of its own: what the fit evaluates.
+
+The geometry of a row (hops, wire time per byte at the links' rate) does not depend on the constants, so it is computed once;
+an evaluation is then a dozen array operations over all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, Terms, line, shift
+from lensjax.topology.collectives_profile import NCCL_PROTOCOLS, PLAIN, family_of, outer_family_of
+from lensjax.topology.collectives_span import span
+from lensjax.topology.collectives_table import Row, place
+
+_OPTIONS = ("ring", "tree", "multicast", "direct", "pipeline")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Design:
+    """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row states its size.
+    `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without protocols (TPU).
+    """
+
+    system: tuple[str, ...]
+    inner: tuple[str, ...]
+    outer: tuple[str, ...]
+    devices: np.ndarray
+    kinds: tuple[str, ...]
+    ops: tuple[str, ...]
+    sizes: np.ndarray
+    sized: np.ndarray
+    measured: np.ndarray
+    packs: np.ndarray
+    plain: np.ndarray
+    terms: Mapping[str, tuple[Terms, np.ndarray]]
+
+    def subset_keys(self) -> list[tuple[str, int, str, str]]:
+        """(system, devices, kind of the innermost tier, ring or direct) of each row."""
+        ways = ("direct" if op in ("all_to_all", "permute") else "ring" for op in self.ops)
+        return list(zip(self.system, self.devices.tolist(), self.kinds, ways))
+
+    @property
+    def impossible(self) -> np.ndarray:
+        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else (not on a mesh, whose
+        wiring may be unknown).
+        """
+        bound = np.full(len(self.sizes), np.inf)
+        for terms, applies in self.terms.values():
+            bound = np.where(applies, np.minimum(bound, np.maximum(terms.inner, terms.outer) * self.sizes), bound)
+        return (self.measured < 0.95 * bound) & (np.array(self.kinds) != "mesh")
+
+    def seconds(self, logs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Predicted seconds, float [rows]; `logs`: parameter -> log value of each row."""
+        v = SimpleNamespace(**{name: np.exp(value) for name, value in logs.items()})
+        v.rendezvous = False
+        v.ring, v.direct = v.ring * v.subset_ring, v.direct * v.subset_direct
+        v.ring_outer, v.direct_outer = v.ring_outer * v.subset_ring, v.direct_outer * v.subset_direct
+        middle = np.minimum(v.middle, 1.0)
+        fractions = (np.minimum(v.thin, middle), middle, 1.0)
+        best = np.full(len(self.sizes), np.inf)
+        for terms, applies in self.terms.values():
+            protocols = list(zip(NCCL_PROTOCOLS, fractions))[2 if terms.kind == "multicast" else 0 :]
+            for protocol, fraction in protocols:
+                best = self._cheaper(best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction))  # type: ignore[arg-type]
+            best = self._cheaper(best, terms, applies & self.plain, v, PLAIN[0])
+        packing = v.shard_launch + v.shard_peer * self.devices + self.sizes / v.shard_copy
+        return best + np.where(self.packs, packing, 0.0)
+
+    def _cheaper(self, best, terms, applies, v, protocol):  # noqa: ANN001
+        alpha, beta = line(terms, v, protocol)
+        return np.where(applies, np.minimum(best, alpha + beta * self.sizes), best)
+
+
+def design(rows: Sequence[Row], rate_size: float) -> Design:
+    """The geometry of all rows. Raises ClusterError for a row whose machine or collective is not known."""
+    cases = {r.series + (r.notes if "strided" in r.notes or "node" in r.notes else "",): None for r in rows}
+    cases = {key: _case(next(r for r in rows if _key(r) == key)) for key in cases}
+    each = [cases[_key(r)] for r in rows]
+    sizes = np.array([r.bytes if r.bytes is not None else rate_size for r in rows], float)
+    measured = np.array([r.seconds or (s / r.rate if r.rate else np.nan) for r, s in zip(rows, sizes)])
+    clusters = [c for c, _ in each]
+    terms = {name: _stack([options.get(name) for _, options in each]) for name in _OPTIONS}
+    return Design(
+        system=tuple(r.system for r in rows),
+        inner=tuple(family_of(c) for c in clusters),
+        outer=tuple(outer_family_of(c) if len(c.tiers) > 1 else "" for c in clusters),
+        devices=np.array([r.devices for r in rows]),
+        kinds=tuple(c.tiers[0].kind for c in clusters),
+        ops=tuple(r.op for r in rows),
+        sizes=sizes,
+        sized=np.array([r.bytes is not None for r in rows]),
+        measured=measured,
+        packs=np.array(["concat" in r.notes and r.op in ("all_gather", "reduce_scatter") for r in rows]),
+        plain=np.array([c.device.platform in ("tpu", "cpu") for c in clusters]),
+        terms={name: found for name, found in terms.items() if found[1].any()},
+    )
+
+
+def _key(row: Row) -> tuple:
+    return (*row.series, row.notes if "strided" in row.notes or "node" in row.notes else "")
+
+
+def _case(row: Row):  # noqa: ANN202
+    cluster, groups = place(row)
+    if row.op == "permute":
+        return cluster, {"direct": shift(cluster, groups)}
+    aware, lies = outer_family_of(cluster) == "efa", span(cluster, groups)
+    options = {name: ALGORITHMS[name](cluster, row.op, lies, aware) for name in MENU[row.op]}
+    return cluster, {name: terms for name, terms in options.items() if terms is not None}
+
+
+def _stack(found: list[Terms | None]) -> tuple[Terms, np.ndarray]:
+    """One Terms over all rows (a row's slowest way of lying), and where there is one."""
+    applies = np.array([t is not None for t in found])
+    first = next((t for t in found if t is not None), None)
+    names = ("wait_inner", "once", "wait_outer", "inner", "outer", "peers")
+    values = {n: np.array([0.0 if t is None else getattr(t, n).max() for t in found]) for n in names}
+    kind = first.kind if first else "ring"
+    return Terms(**values, wire=np.zeros((len(found), 0)), kind=kind), applies
