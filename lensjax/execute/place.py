@@ -49,7 +49,7 @@ def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
             return jax.random.wrap_key_data(_move(jax.random.key_data(leaf), whole), impl=jax.random.key_impl(leaf))
     value = np.asarray(leaf, jax.typeof(leaf).dtype)

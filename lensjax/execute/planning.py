@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lensjax import __version__
+from lensjax import __version__, _jax
 from lensjax._errors import PlanError
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import normalize
@@ -50,12 +50,13 @@ def cluster_for(spec: Any) -> Cluster:
 
 
 def provenance(program: Program, cluster: Cluster) -> Provenance:
+    x64, prng = _jax.settings()
     return Provenance(
         program=program.fingerprint,
         cluster=cluster.name,
         versions={"lensjax": __version__, "jax": jax.__version__},
-        x64=bool(getattr(jax.config, "jax_enable_x64")),
-        prng=str(getattr(jax.config, "jax_default_prng_impl")),
+        x64=x64,
+        prng=prng,
     )
 
 

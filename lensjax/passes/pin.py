@@ -143,7 +143,7 @@ class _Pinner:
             return b.read(v)
         hidden = set(self.batch.dims[v]) - set(plain)
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
-        entries[plain[0]] = self.axes if len(self.axes) > 1 else self.axes[0]
+        entries[plain[0]] = self.axes
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
         return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
 

@@ -208,7 +208,7 @@ def test_nothing_fits_says_what_binds_and_the_nearest():
     train = lensjax.parallelize(step, memory=1000)
     with pytest.raises(DoesNotFit) as e:
         train.plan_for(jax.eval_shape(create), batch())
-    for part in ("nothing fits 1000 bytes per device", "The nearest plan is", "too much", "state/params/hidden"):
+    for part in ("nothing fits 1000 B per device", "The nearest plan is", "too much", "state/params/hidden"):
         assert part in str(e.value)
 
 
