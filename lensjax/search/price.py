@@ -1,6 +1,6 @@
 """The price of a plan: what is priced is what runs.
 
-    score(plan) = cost(partition(lower(passes(program, plan))))
+score(plan) = cost(partition(lower(passes(program, plan))))
 """
 
 from __future__ import annotations
@@ -113,9 +113,10 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     held = ", ".join(f"{k} {_gib(v)}" for k, v in parts if v > 0)
     largest = "\n".join(f"    {path}: {_gib(size)}" for path, size in largest_leaves(program, plan))
     return DoesNotFit(
-        f"nothing fits {_gib(limit)} per device. The nearest plan is {nearest.name}: peak {_gib(plan.predicted.peak_bytes)}, "
-        f"{_gib(over)} too much.\n  it holds: {held}\n  the largest state tensors per device:\n{largest}",
-        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the layers); "
+        f"nothing fits {_gib(limit)} per device. The nearest plan is {nearest.name}: "
+        f"peak {_gib(plan.predicted.peak_bytes)}, {_gib(over)} too much.\n  it holds: {held}\n  the largest state tensors per device:\n{largest}",
+        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
+        "layers); "
         f'plan="{nearest.name}" runs it all the same',
     )
 
