@@ -9,7 +9,7 @@ that reads it. A loop's body is walked in its place; what it carries lives aroun
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lensjax.cost.heap import Buffer, live, pack
@@ -46,7 +46,7 @@ def memory(p: Partitioned, workspace: float = 0.0) -> Memory:
     heap = pack(buffers)
     there = [b for b in buffers if b.start <= when <= b.end]
     inside = max((b.depth for b in there), default=0)
-    held: Counter[str] = Counter()
+    held: defaultdict[str, float] = defaultdict(float)
     for b in there:
         held["activations" if b.kind == "temporaries" and b.depth < inside else b.kind] += b.size
     held["fragments"] = heap - peak

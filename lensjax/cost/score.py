@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +58,7 @@ def cost(
     prices = Prices(cluster, p.mesh, order)
     compute = functools.partial(seconds, device=cluster.device)
     times = timeline(p.schedule, prices, compute, overlap)
-    tiers: Counter[str] = Counter({t.name: 0.0 for t in cluster.tiers})
+    tiers = {t.name: 0.0 for t in cluster.tiers}
     for c in p.collectives:
         for tier, sent in prices.wire(c).items():
             tiers[tier] += sent * c.trips
@@ -69,7 +69,7 @@ def cost(
         comm_s=times.comm,
         exposed_s=times.exposed,
         comm_by_axes=_by_axes(p, prices),
-        tiers=dict(tiers),
+        tiers=tiers,
         peak_bytes=peak.peak,
         held=_held(p, peak, roles),
         flops=sum(o.flops * o.trips for o in p.operations if o.name in ("dot_general", "convolution", "ragged_dot")),
@@ -101,7 +101,7 @@ def findings(p: Partitioned, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _by_axes(p: Partitioned, prices: Prices) -> dict[str, float]:
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     items = p.collectives
     for c, s in zip(items, prices.calls([(c, i) for i, c in enumerate(items)])):
         found["+".join(c.axes)] += s * c.trips
@@ -109,9 +109,10 @@ def _by_axes(p: Partitioned, prices: Prices) -> dict[str, float]:
 
 
 def _held(p: Partitioned, peak: Any, roles: Sequence[str] | None) -> dict[str, float]:
-    held: Counter[str] = Counter()
+    held: defaultdict[str, float] = defaultdict(float)
     for i, value in enumerate(p.arguments):
         held[roles[i] if roles is not None and i < len(roles) else "arguments"] += value.bytes
     held["results"] += peak.results
-    held.update(peak.held)
+    for kind, size in peak.held.items():
+        held[kind] += size
     return {k: v for k, v in held.items() if v}

@@ -44,31 +44,32 @@ def _convolution(node: Node, values: Sequence[Value]) -> float:
     spatial = sorted((d for d in kernel_dims if d.isdigit()), key=int)
     pairs = 1.0
     for i, d in enumerate(spatial):
-        sizes = tuple(
-            v.local[dims.index(d)] for v, dims in ((image, image_dims), (kernel, kernel_dims), (result, result_dims))
-        )
-        pairs *= _valid_pairs(*sizes, *_window(node, i, len(spatial)))
+        at = (image.local[image_dims.index(d)], kernel.local[kernel_dims.index(d)], result.local[result_dims.index(d)])
+        pairs *= _valid_pairs(at, _window(node, i, len(spatial)))
     inputs = kernel.local[kernel_dims.index("i")]
     features = result.local[result_dims.index("f")]
     # With batch groups a result feature sees only its group's share of the batch, and `b` of the result is that share.
     return 2.0 * pairs * inputs * features * result.local[result_dims.index("b")]
 
 
-def _window(node: Node, i: int, rank: int) -> tuple[int, int, int, int, int]:
+def _window(node: Node, i: int, rank: int) -> tuple[int, int, int, int]:
+    """Stride, low padding, dilation of the image and dilation of the kernel along one spatial dimension."""
+
     def at(key: str, default: int) -> int:
         found = integers(node.attributes.get(key, ""))
         return found[i] if len(found) == rank else found[0] if len(found) == 1 else default
 
     padding = integers(node.attributes.get("padding", ""))
-    low, high = (padding[2 * i], padding[2 * i + 1]) if len(padding) == 2 * rank else (padding * 2)[:2] or (0, 0)
-    return at("window_strides", 1), low, high, at("lhs_dilation", 1), at("rhs_dilation", 1)
+    low = padding[2 * i] if len(padding) == 2 * rank else padding[0] if padding else 0
+    return at("window_strides", 1), low, at("lhs_dilation", 1), at("rhs_dilation", 1)
 
 
-def _valid_pairs(image: int, kernel: int, result: int, stride: int, low: int, high: int, lhs: int, rhs: int) -> int:
-    """(result, kernel) positions along one dimension that meet an element of the image rather than padding or a gap.
+def _valid_pairs(sizes: tuple[int, int, int], window: tuple[int, int, int, int]) -> int:
+    """(result, kernel) positions along one dimension that meet an element of the image, not padding and not a gap.
 
-    `high` padding follows from the sizes; it is named for completeness.
+    sizes: of image, kernel and result.
     """
-    del high
-    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None] * rhs - low
-    return int(((at >= 0) & (at % lhs == 0) & (at // lhs < image)).sum())
+    image, kernel, result = sizes
+    stride, low, image_dilation, kernel_dilation = window
+    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None] * kernel_dilation - low
+    return int(((at >= 0) & (at % image_dilation == 0) & (at // image_dilation < image)).sum())
