@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--rounds 60] [--json]
 
-Prints the median of the ratios (decorated / by hand) and its spread, for a small step, where the call itself weighs most, and
-for the GPT of the examples. Neither side plans or compiles while it is timed.
+Prints the median of the ratios (decorated / by hand) and its spread, for a small step, where the call itself weighs
+most, and for the GPT of the examples. Neither side plans or compiles while it is timed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ def decoder():
 
 
 def by_hand(step, mesh, specs, state, batch):
-    """What a person would write: parameters and moments split like the plan has them, the batch over the mesh's axis."""
+    """What a person would write: parameters and moments split like the plan has them, the batch over the mesh's
+    axis."""
     shard = lambda tree, f: jax.tree.map(lambda x: NamedSharding(mesh, f(x)), tree)
     state_shardings = jax.tree.map(lambda x, s: NamedSharding(mesh, s), state, specs)
     batch_shardings = shard(batch, lambda x: P(mesh.axis_names[0]))
-    return jax.jit(step, in_shardings=(state_shardings, batch_shardings), out_shardings=(state_shardings, None), donate_argnums=0)
+    return jax.jit(
+        step, in_shardings=(state_shardings, batch_shardings), out_shardings=(state_shardings, None), donate_argnums=0
+    )
 
 
 def measure(make, rounds):
@@ -99,7 +102,10 @@ def main():
         return
     for name, row in found.items():
         low, high = row["quartiles"]
-        print(f"{name:12} {row['ratio']:.3f}x by hand (quartiles {low:.3f}-{high:.3f}), by hand {row['by_hand_s'] * 1e3:.2f} ms")
+        print(
+            f"{name:12} {row['ratio']:.3f}x by hand (quartiles {low:.3f}-{high:.3f}), "
+            f"by hand {row['by_hand_s'] * 1e3:.2f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -23,14 +23,13 @@ _MATRIX = 16  # devices up to which the terminal shows every pair
 
 def suggested_axes(cluster: Cluster) -> dict[str, int]:
     """Axes for a first look: one per tier (data outermost, model inside), at most three."""
-    if cluster.missing and len(cluster.tiers) > 1 and cluster.tiers[0].kind != "torus":
-        return {"data": -1, "model": cluster.tiers[0].size}  # fewer axes leave fewer whole nodes idle
-    if cluster.tiers[0].kind == "torus" or len(cluster.tiers) == 1:
+    inner, *outer = cluster.tiers
+    if inner.kind == "torus" or not outer:
         model = max(n for n in (1, 2, 4, 8) if cluster.devices % n == 0 and (n == 1 or 2 * n <= cluster.devices))
         return {"data": -1, "model": model}
-    sizes = [cluster.tiers[0].size]
-    if len(cluster.tiers) > 2:
-        sizes.append(cluster.tiers[1].size // cluster.tiers[0].size)
+    if cluster.missing:
+        return {"data": -1, "model": inner.size}  # fewer axes leave fewer whole nodes idle
+    sizes = [inner.size, *(t.size // inner.size for t in outer[:-1])][:2]
     names = _NAMES if len(sizes) == 2 else (_NAMES[0], _NAMES[2])
     return dict(zip(names, [-1, *reversed(sizes)]))
 

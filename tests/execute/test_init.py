@@ -8,7 +8,6 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import lensjax
@@ -18,12 +17,13 @@ WIDE = dict(dtype=jnp.float32, width=256, mlp=1024, vocab=4096, layers=4)
 
 
 def decoder():
-    from lensjax.models.targets import config
     import dataclasses
 
-    step, state, batch = target("llama3-tiny", 16, 32, **WIDE)
+    from lensjax.models.targets import config
+
+    step, _, batch = target("llama3-tiny", 16, 32, **WIDE)
     chosen = dataclasses.replace(config("llama3-tiny"), **WIDE)
-    return step, lambda rng: create_state(chosen, rng), state, batch
+    return step, lambda rng: create_state(chosen, rng), batch
 
 
 def nbytes(tree):
@@ -31,7 +31,7 @@ def nbytes(tree):
 
 
 def test_init_compiles_to_a_share_and_at_most_the_largest_leaf():
-    step, create, state, batch = decoder()
+    step, create, batch = decoder()
     train = lensjax.parallelize(step, plan="fsdp")
     made, _ = train._init(create, (jax.random.key(0),), {}, batch)
     memory = made.lower(jax.random.key(0)).compile().memory_analysis()
@@ -43,7 +43,7 @@ def test_init_compiles_to_a_share_and_at_most_the_largest_leaf():
 
 
 def test_init_makes_the_numbers_of_one_device_with_the_planned_shardings():
-    step, create, state, batch = decoder()
+    step, create, batch = decoder()
     train = lensjax.parallelize(step, plan="dp=2,fsdp=4")
     made = train.init(create, jax.random.key(0), batch=batch)
     expected = jax.jit(create)(jax.random.key(0))
@@ -98,8 +98,8 @@ PROCESS = textwrap.dedent("""
     train = lensjax.parallelize(step, plan="fsdp")
     train._init(create, (jax.random.key(0),), {}, jax.ShapeDtypeStruct((16, SIZE), jnp.float32))
     before = resident()
-    state = jax.block_until_ready(train.init(create, jax.random.key(0), batch=jax.ShapeDtypeStruct((16, SIZE), jnp.float32)))
-    grown = resident() - before
+    state = jax.block_until_ready(train.init(create, jax.random.key(0), batch=jax.ShapeDtypeStruct((16, SIZE),
+    jnp.float32))) grown = resident() - before
     whole = sum(x.nbytes for x in jax.tree.leaves(state))
     print("GROWN", grown / whole, whole >> 20, flush=True)
 """)
@@ -122,6 +122,3 @@ def test_two_processes_grow_by_their_part_of_the_state(tmp_path, free_port):
         assert w.returncode == 0, err[-2000:]
         grown = float(out.split("GROWN")[1].split()[0])
         assert grown <= 0.7, out
-
-
-del optax

@@ -92,7 +92,7 @@ def broken(old, new, whole=MANUAL):
         (lambda: "", "no switch and no adapter"),
         (lambda: "src/query_smp.c:228; umad (DR path slid 0; dlid 0; 0 Attr 0x11:0) bad status 110", "line 1"),
         (lambda: MANUAL[: MANUAL.index("caguid=0x8f10403960558")], "before the block of H-0008f10403960558"),
-        (lambda: MANUAL[: MANUAL.rindex("[2]")], "before port 2 of H-0008f10403960558"),
+        (lambda: MANUAL[: MANUAL.rindex("[2]")], "before the ports of H-0008f10403960558"),
         (lambda: MANUAL[:-20], "[port]"),
         (lambda: broken("4xSDR", "4xWARP"), "line 13"),
         (lambda: broken('003080"[22]', '003080"[21]'), "line 18"),
