@@ -65,10 +65,13 @@ def spawned() -> bool:
 
 
 def join() -> None:
-    """Connects this process with its peers (a no-op unless started by `spawn`). Call before using any device."""
+    """Connects this process with its peers (a no-op unless started by `spawn`). Call before any output."""
     if spawned():
         import jax
 
+        # Gloo prints eight lines for every group of devices, straight to file descriptor 1: only ours stay on it.
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         rank, count = int(os.environ[_RANK]), int(os.environ[_COUNT])
         jax.distributed.initialize(f"localhost:{os.environ[_PORT]}", num_processes=count, process_id=rank)

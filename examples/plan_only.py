@@ -7,9 +7,12 @@ python examples/plan_only.py --model llama3-405b --cluster dgx-h100:2048 --batch
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator: do not even look for one
 
 import lensjax
 from lensjax.models import names, target

@@ -32,7 +32,8 @@ def split_and_whole(program, plan):
 
 
 def fsdp_bytes(program, plan, gather, n):
-    """Bytes sent per device: gathers and reduce-scatters of split weights, all-reduces of the gradients of whole ones."""
+    """Bytes sent per device: gathers and reduce-scatters of split weights, all-reduces of the gradients of whole
+    ones."""
     layers = {i for layer in program.layers for i in layer.parameters}
     total = 0.0
     for i in program.parameters:

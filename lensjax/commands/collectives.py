@@ -15,9 +15,7 @@ HELP = "predict each row of a table of measured collectives"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", help="CSV: system, intra/inter, op, n_gpus, bytes, algbw_GBps, busbw_GBps, notes")
-    parser.add_argument(
-        "--cluster", help="price every row on this machine instead of the one its system text describes"
-    )
+    parser.add_argument("--cluster", help="price every row on this machine instead of the one its system text describes")
     parser.add_argument(
         "--leave-out",
         choices=("series", "system"),
@@ -113,10 +111,7 @@ def _table(summary: dict[str, Any]) -> Any:
         table.add_column(name)
     for name in ("rows", "median", "90th percentile", "worst"):
         table.add_column(name, justify="right")
-    for group in [
-        *summary["groups"],
-        {"op": "all", "tier": "", **{k: summary[k] for k in ("rows", "median", "p90", "worst")}},
-    ]:
+    for group in [*summary["groups"], {"op": "all", "tier": "", **{k: summary[k] for k in ("rows", "median", "p90", "worst")}}]:
         if group["rows"]:
             shown = [f"{group[k]:.1%}" for k in ("median", "p90", "worst")]
             table.add_row(group["op"], group["tier"], str(group["rows"]), *shown)

@@ -38,7 +38,8 @@ def parse(text: str, devices: int) -> tuple[Term, ...]:
         if not m or m[1] not in NAMES:
             raise PlanError(
                 f"{part.strip()!r} in the plan {text!r} is not a preset",
-                hint=f"write names joined by commas, each with an optional size, as in 'dp=2,fsdp=4'; names: {' '.join(NAMES)}",
+                hint="write names joined by commas, each with an optional size, as in 'dp=2,fsdp=4'; names: "
+                + " ".join(NAMES),
             )
         if m[2] and m[1] not in ("fsdp", "hsdp"):
             raise PlanError(f"{part.strip()!r}: only fsdp and hsdp gather weights, ':{m[2]}' does not apply to {m[1]}")

@@ -2,8 +2,8 @@
 
     pins={"params/embed/*": (None, "fsdp"), "*/bias": ()}
 
-Patterns are fnmatch on the `/`-joined path of the user's tree; the argument's own name in front is optional. The first match
-wins; dimensions that a pin does not name stay free (are decided by the plan); `None` keeps a dimension whole.
+Patterns are fnmatch on the `/`-joined path of the user's tree; the argument's own name in front is optional. The first
+match wins; dimensions that a pin does not name stay free (are decided by the plan); `None` keeps a dimension whole.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normalize(pins: Mapping[str, Any] | None) -> tuple[Pin, ...]:
 
 def matches(pattern: str, path: str) -> bool:
     _, _, inner = path.partition("/")
-    return fnmatch.fnmatchcase(path, pattern) or bool(inner) and fnmatch.fnmatchcase(inner, pattern)
+    return fnmatch.fnmatchcase(path, pattern) or (bool(inner) and fnmatch.fnmatchcase(inner, pattern))
 
 
 def find(pins: Sequence[Pin], path: str) -> Pin | None:
@@ -91,7 +91,8 @@ def check_used(pins: Sequence[Pin], paths: Sequence[str]) -> None:
             first = next(p for p in pins if p in winners)
             if first.dims != pin.dims:
                 raise PlanError(
-                    f"the pin {pin.pattern!r} is contradicted by {first.pattern!r}, which stands before it and matches the same tensors",
+                    f"the pin {pin.pattern!r} is contradicted by {first.pattern!r}, which stands before it and matches "
+                    "the same tensors",
                     hint="the first match wins: put the narrower pattern first",
                 )
 

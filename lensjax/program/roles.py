@@ -49,7 +49,7 @@ class Argument:
 
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; a typed PRNG key counts as its raw words (threefry: 8)."""
-    return jnp.dtype(dtype).itemsize if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else 8
+    return jnp.dtype(dtype).itemsize if not jnp.issubdtype(dtype, jax.dtypes.prng_key) else 8
 
 
 def match_state(traced: Traced, deps: dict[Any, int]) -> dict[int, int]:
@@ -132,10 +132,10 @@ def split_gradients(
 ) -> tuple[dict[int, int], dict[int, int], bool]:
     """Tells state that comes back from results that only look like it: the gradients of parameters.
 
-    A next value is made from the old one by equations without a batch dimension; a gradient depends on its parameter only
-    through the batch. Returns (state, {parameter index: result index} of gradients, whether the state may be donated): a
-    regularised gradient g + c p cannot be told from p (1 - c) - g, so state is donated only if some leaf of it is kept
-    and added to, or it holds more than parameters.
+    A next value is made from the old one by equations without a batch dimension; a gradient depends on its parameter
+    only through the batch. Returns (state, {parameter index: result index} of gradients, whether the state may be
+    donated): a regularised gradient g + c p cannot be told from p (1 - c) - g, so state is donated only if some leaf
+    of it is kept and added to, or it holds more than parameters.
     """
     inner = _jax.open_jaxpr(traced.jaxpr)
     free = dependencies(traced.jaxpr, lambda e: not touches(e, is_batch))
@@ -169,7 +169,7 @@ def added_to(traced: Traced, state: dict[int, int]) -> set[int]:
 
 
 def is_key(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def raw_keys(traced: Traced) -> set[int]:

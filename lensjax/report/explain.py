@@ -42,7 +42,8 @@ def headline(program: Program, choice: Choice) -> Any:
     axes = " x ".join(f"{a.name} {a.size}" + (f" ({a.tier})" if a.tier else "") for a in plan.mesh.axes)
     where = f" on {plan.provenance.cluster}" if plan.provenance.cluster else ""
     lines = [
-        f"plan {plan.name}{where}: mesh {axes}; the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"
+        f"plan {plan.name}{where}: mesh {axes}; "
+        f"the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"
     ]
     if p is not None:
         lines.append(
@@ -97,7 +98,7 @@ def reasons(choice: Choice) -> Text | None:
 
 
 def _against(mine: Any, other: Candidate) -> str:
-    theirs = other.plan.predicted  # type: ignore[union-attr]
+    theirs: Any = other.plan.predicted if other.plan is not None else None
     gain = theirs.step_s / mine.step_s - 1 if mine.step_s else 0.0
     saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
     parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 1e-9]

@@ -4,8 +4,8 @@
     zero1    as dp, with the optimizer state split
     fsdp     parameters, gradients and optimizer state split; weights gathered where they are used
 
-Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO (Rajbhandari et
-al. 2020): stage 1 is zero1, stage 3 is fsdp.
+Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO
+(Rajbhandari et al. 2020): stage 1 is zero1, stage 3 is fsdp.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Fit:
     def profile(self, inner: str, outer: str, system: str = "") -> Profile:
         """The profile of a kind of machine, or of one measured system of that kind."""
         if inner == "cpu":
-            return Profile("gloo", PLAIN, source="tiers as lensjax probe measures them: nothing on top")
+            return Profile("gloo", PLAIN, rendezvous=True, source="tiers as lensjax probe measures them: nothing on top")
         v = {p.name: float(np.exp(self.log(p, inner, outer, system))) for p in PARAMETERS}
         if inner == "tpu":
             keep = ("launch", "launch_outer", "ring", "ring_outer", "direct", "direct_outer")
@@ -88,9 +88,7 @@ class Fit:
         fractions = (min(thin, middle), middle, 1.0)
         protocols = tuple(dataclasses.replace(p, fraction=f) for p, f in zip(NCCL_PROTOCOLS, fractions))
         v = {name: value for name, value in v.items() if not name.startswith("shard_")}
-        return Profile(
-            "rccl" if inner == "cdna" else "nccl", protocols, **v, aware_trees=outer == "efa", source="fitted"
-        )
+        return Profile("rccl" if inner == "cdna" else "nccl", protocols, **v, aware_trees=outer == "efa", source="fitted")
 
 
 @functools.cache
@@ -128,9 +126,7 @@ def predict(found: Fit, rows: Sequence[Row]) -> np.ndarray:
     keys = data.subset_keys()
     for name in _SUBSETS:
         kind = name.removeprefix("subset_")
-        logs[name] = np.array(
-            [found.subsets.get(f"{s}|{way}|{n}", 0.0) if way == kind else 0.0 for s, n, _, way in keys]
-        )
+        logs[name] = np.array([found.subsets.get(f"{s}|{way}|{n}", 0.0) if way == kind else 0.0 for s, n, _, way in keys])
     return data.seconds(logs)
 
 
@@ -153,9 +149,7 @@ class Problem:
         self.matrices = _matrices(self.data, self.unknowns)
         self.spread = np.array([u.spread for u in self.unknowns])
         known = np.isfinite(self.data.measured)
-        self.weight = (
-            np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE
-        )  # a size that is not stated: half the trust
+        self.weight = np.where(known & ~self.data.impossible, np.where(self.data.sized, 1.0, 0.5), 0.0) / NOISE  # a size that is not stated: half the trust
         self.measured = np.log(np.where(known, self.data.measured, 1.0))
 
     def logs(self, z: np.ndarray) -> dict[str, np.ndarray]:
@@ -227,9 +221,7 @@ def _unknowns(data: Design) -> list[Unknown]:
 
 def _matrices(data: Design, unknowns: list[Unknown]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Per parameter its unknowns (indices) and the 0/1 matrix [rows, those] that sums up each row's log value over its start."""
-    inner, outer = (
-        np.array([f"{level}/{f}" for f in fs]) for level, fs in (("inner", data.inner), ("outer", data.outer))
-    )
+    inner, outer = (np.array([f"{level}/{f}" for f in fs]) for level, fs in (("inner", data.inner), ("outer", data.outer)))
     system = np.array(data.system)
     subset = np.array([f"{s}|{way}|{n}" for s, n, _, way in data.subset_keys()])
     result = {}

@@ -125,9 +125,7 @@ def hop_rates(cluster: Cluster, groups: Any) -> tuple[np.ndarray, np.ndarray]:
         crossing = uses[:, t] = unit_of[source] != unit_of[target]
         out = np.maximum(np.bincount(unit_of[source][crossing], minlength=len(capacity)), 1)
         into = np.maximum(np.bincount(unit_of[target][crossing], minlength=len(capacity)), 1)
-        fair = np.minimum(
-            capacity[unit_of[source]] / out[unit_of[source]], capacity[unit_of[target]] / into[unit_of[target]]
-        )
+        fair = np.minimum(capacity[unit_of[source]] / out[unit_of[source]], capacity[unit_of[target]] / into[unit_of[target]])
         rate[:, t] = np.minimum(fair, np.minimum(bandwidth[source], bandwidth[target]) * link.nic_sharing)
         below = link.size
     rate[:, 0] *= share_of_links(cluster, np.array([2]), torus_extents(cluster.tiers[0], cluster.slots[ids[:, :2]]))[0]

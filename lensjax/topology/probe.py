@@ -57,9 +57,7 @@ def levels(devices: Sequence[Any]) -> tuple[list[Any], list[Level]]:
     Raises ClusterError when processes hold different numbers of devices.
     """
     hosts = dict(zip(range(jax.process_count()), _everywhere(float(zlib.crc32(socket.gethostname().encode())))))
-    ordered = sorted(
-        devices, key=lambda d: (getattr(d, "slice_index", 0), hosts[d.process_index], d.process_index, d.id)
-    )
+    ordered = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0), hosts[d.process_index], d.process_index, d.id))
     per_process = _even([d.process_index for d in ordered], "process")
     per_host = _even([(getattr(d, "slice_index", 0), hosts[d.process_index]) for d in ordered], "host")
     names = [("process", per_process), ("host", per_host), ("network", len(ordered))]
@@ -80,19 +78,12 @@ def _even(keys: list[Any], what: str) -> int:
     """Members per key, which must be the same number for each."""
     counts = {key: keys.count(key) for key in dict.fromkeys(keys)}
     if len(set(counts.values())) > 1:
-        raise ClusterError(
-            f"{what}s hold different numbers of devices: {sorted(counts.values())}", hint=f"probe equal {what}s"
-        )
+        raise ClusterError(f"{what}s hold different numbers of devices: {sorted(counts.values())}", hint=f"probe equal {what}s")
     return next(iter(counts.values()))
 
 
 def sweep(
-    devices: Sequence[Any],
-    found: Sequence[Level],
-    sizes: Sequence[int],
-    *,
-    ops: Sequence[str] = OPS,
-    budget: float = 1.0,
+    devices: Sequence[Any], found: Sequence[Level], sizes: Sequence[int], *, ops: Sequence[str] = OPS, budget: float = 1.0
 ) -> Iterator[Point]:
     """Measures each (tier, operation, size): yields Points. The same on every process, slowest process counts.
 
@@ -158,7 +149,5 @@ def _everywhere(value: float) -> list[float]:
     """The value of each process, the same list on all."""
     if jax.process_count() == 1:
         return [value]
-    gathered = multihost_utils.process_allgather(
-        np.array([value], np.float64 if jax.config.jax_enable_x64 else np.float32)
-    )
+    gathered = multihost_utils.process_allgather(np.array([value], np.float64 if jax.config.jax_enable_x64 else np.float32))
     return [float(v) for v in np.asarray(gathered).ravel()]

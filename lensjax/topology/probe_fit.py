@@ -18,6 +18,10 @@ from lensjax.topology.collectives import collective_time
 from lensjax.topology.probe import Level, Point
 
 
+# The fit goes by what libraries do at full rate; all-to-all and permute are judged by it (gloo's permute is slower, for one).
+_FITTED = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 @dataclasses.dataclass(frozen=True)
 class TierFit:
     """What was found for a tier. Errors are |predicted / measured - 1| over its points, outliers included."""
@@ -38,11 +42,9 @@ def fit_cluster(
     """The cluster that explains the points best, and how well it does on each tier. Raises ClusterError for too few points."""
     tiers: list[Tier] = []
     for level in found:
-        mine = [p for p in points if p.tier == level.name and not p.alone]
+        mine = [p for p in points if p.tier == level.name and not p.alone and p.op in _FITTED]
         if len(mine) < 3:
-            raise ClusterError(
-                f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes"
-            )
+            raise ClusterError(f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes")
         tier = _fit_tier(device, tiers, level, mine)
         alone = [p for p in points if p.tier == level.name and p.alone]
         tiers.append(dataclasses.replace(tier, nic_sharing=_sharing(mine, alone, tiers[-1].size if tiers else 1)))
@@ -81,9 +83,7 @@ def _fit_tier(device: Device, inner: list[Tier], level: Level, points: list[Poin
 def _sharing(together: list[Point], alone: list[Point], below: int) -> int:
     """Devices on one NIC: the ratio of the large-message rates alone and together, at most the devices of a unit."""
     shared = {(p.op, p.bytes): p.seconds for p in together}
-    ratios = [
-        shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared
-    ]
+    ratios = [shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared]
     return int(np.clip(round(float(np.median(ratios[-3:]))), 1, below)) if ratios else 1
 
 

@@ -1,7 +1,8 @@
 """What presets send, against the closed forms of ring collectives, in compiled programs.
 
-Per device, with n devices: FSDP `once` gathers each split weight once and reduce-scatters its gradient, 2(n-1)/n of the bytes;
-`again` gathers layer weights a second time in the backward, 3(n-1)/n (ZeRO stage 3; Rajbhandari et al. 2020, section 7).
+Per device, with n devices: FSDP `once` gathers each split weight once and reduce-scatters its gradient, 2(n-1)/n of
+the bytes; `again` gathers layer weights a second time in the backward, 3(n-1)/n (ZeRO stage 3; Rajbhandari et al.
+2020, section 7).
 """
 
 import collections
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from lensjax.models.targets import target
-from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.partition import partition
+from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.program.program import analyze
 from lensjax.search.presets import preset
 from lensjax.verify import target_devices

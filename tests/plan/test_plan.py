@@ -31,10 +31,13 @@ plans = st.builds(
     layers=maps(names),
     micro=st.builds(Micro, st.integers(1, 64), st.none() | st.integers(1, 64)),
     reduce=maps(st.builds(Reduce, names, st.none() | st.integers(1, 1 << 30))),
-    pipeline=st.none() | st.builds(Pipeline, st.integers(1, 8), names, st.none() | st.lists(st.integers(1, 9)).map(tuple)),
+    pipeline=st.none()
+    | st.builds(Pipeline, st.integers(1, 8), names, st.none() | st.lists(st.integers(1, 9)).map(tuple)),
     flags=maps(names),
     predicted=st.none()
-    | st.builds(Predicted, floats, floats, maps(floats), maps(floats), maps(floats), st.lists(names, max_size=2).map(tuple)),
+    | st.builds(
+        Predicted, floats, floats, maps(floats), maps(floats), maps(floats), st.lists(names, max_size=2).map(tuple)
+    ),
     provenance=st.builds(Provenance, names, names, maps(names), st.booleans(), names),
 )
 
@@ -59,7 +62,9 @@ def test_an_unknown_field_is_named(plan, name):
         Plan.from_dict({**plan.to_dict(), name: 1})
 
 
-@pytest.mark.parametrize("text, message", [("[]", "JSON object"), ("{", "not JSON"), ("{}", "'schema' of the plan is None")])
+@pytest.mark.parametrize(
+    "text, message", [("[]", "JSON object"), ("{", "not JSON"), ("{}", "'schema' of the plan is None")]
+)
 def test_files_that_are_no_plan(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text)

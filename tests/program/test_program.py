@@ -37,7 +37,9 @@ def test_the_inlined_program_computes_the_step(name):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"]
+)
 def test_no_call_is_left_and_variables_are_unique(name):
     program = analyze(family(name)[0], family(name)[1:])
     seen = set()
@@ -48,7 +50,9 @@ def test_no_call_is_left_and_variables_are_unique(name):
             seen.add(v)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"]
+)
 def test_parameters_and_moments_are_those_of_the_state(name):
     """Found from data flow; checked here against the names that Flax and optax happen to use."""
     program = analyze(family(name)[0], family(name)[1:])
