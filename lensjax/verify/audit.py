@@ -36,6 +36,7 @@ class Audit:
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
+    mesh: Mapping[str, int]
 
 
 def audit(
@@ -55,5 +56,5 @@ def audit(
     case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
     notes = artifact.notes + ((f"batch not followed: {facts.reason}",) if facts is not None and facts.reason else ())
     return Audit(
-        artifact, module, found, flow, peak(artifact, module), line, findings(case), found.unknown, notes
+        artifact, module, found, flow, peak(artifact, module), line, findings(case), found.unknown, notes, dict(mesh)
     )  # fmt: skip

@@ -7,7 +7,7 @@ differ are the batch; Shardy says which mesh axes split every dimension of every
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -80,22 +80,34 @@ def facts(step: Any, args: tuple[Any, ...], platform: str = "cuda") -> Facts:
 
     Raises PartitionError where Shardy does not take the step.
     """
-    traced = step.trace(*args)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    lowered = step.trace(*args).lower(lowering_platforms=(platform,))
+    try:
+        program = _program(step, args)
+    except LensjaxError as e:
+        return lowered_facts(lowered, None, {}, None, e.message)
+    axes = leaf_axes(program)
+    return lowered_facts(lowered, program, axes, lambda: _at_twice(step, args, axes, platform))
+
+
+def lowered_facts(
+    lowered: Any,
+    program: Program | None,
+    axes: Mapping[int, int],
+    twice: Callable[[], Partitioned] | None,
+    reason: str = "",
+) -> Facts:
+    """Facts of a lowered step. `axes`: flattened argument -> batch dimension; `twice`: the same step, partitioned, with
+    twice the batch."""
     parts = partition(lowered)
     kept = _jax.lowered_arguments(lowered)
     donated = frozenset(i for i, a in enumerate(jax.tree.leaves(lowered.args_info)) if getattr(a, "donated", False))
-    try:
-        program = _program(step, args)
-        axes = _leaf_axes(program)
-        other = _at_twice(step, args, axes, platform)
-        batch, reason = _differing(parts, other)
-    except LensjaxError as e:
-        program, axes, batch, reason = None, {}, {}, e.message
-    except Exception as e:  # user code that does not take another batch size, in whatever way
-        batch, reason = {}, f"the step does not trace at twice the batch: {type(e).__name__}: {str(e)[:200]}"
-    data = _data_axes(parts, kept, axes)
-    return Facts(parts, program, kept, batch, data, donated, reason)
+    batch: dict[int, tuple[int, ...]] = {}
+    if twice is not None:
+        try:
+            batch, reason = _differing(parts, twice())
+        except Exception as e:  # user code that does not take another batch size, in whatever way
+            reason = f"the step does not trace at twice the batch: {type(e).__name__}: {str(e)[:200]}"
+    return Facts(parts, program, kept, batch, _data_axes(parts, kept, axes), donated, reason)
 
 
 def _program(step: Any, args: tuple[Any, ...]) -> Program:
@@ -109,21 +121,26 @@ def _program(step: Any, args: tuple[Any, ...]) -> Program:
         return analyze(step, args, batch_argnums=range(1, len(args)))
 
 
-def _leaf_axes(program: Program) -> dict[int, int]:
+def leaf_axes(program: Program) -> dict[int, int]:
     """Flattened argument -> batch dimension (the program counts arrays only)."""
     dynamic = [i for i, d in enumerate(program.call.dynamic) if d]
     return {dynamic[i]: axis for i, axis in program.batch.axes.items()}
 
 
 def _at_twice(step: Any, args: tuple[Any, ...], axes: Mapping[int, int], platform: str) -> Partitioned:
+    twice = step.trace(*doubled(args, axes))
+    return partition(twice.lower(lowering_platforms=(platform,)))
+
+
+def doubled(args: tuple[Any, ...], axes: Mapping[int, int]) -> tuple[Any, ...]:
+    """The arguments with twice the batch, as shapes with their shardings."""
     leaves, tree = jax.tree.flatten(args)
     for i, axis in axes.items():
         shape = list(leaves[i].shape)
         shape[axis] *= 2
         sharding = getattr(leaves[i], "sharding", None)
         leaves[i] = jax.ShapeDtypeStruct(tuple(shape), leaves[i].dtype, sharding=sharding)
-    twice = step.trace(*jax.tree.unflatten(tree, leaves))
-    return partition(twice.lower(lowering_platforms=(platform,)))
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _differing(one: Partitioned, two: Partitioned) -> tuple[dict[int, tuple[int, ...]], str]:
@@ -140,12 +157,16 @@ class _Mismatch(Exception):
     pass
 
 
+# A broadcast that adds no element is written as a reshape, which can depend on the batch.
+_ALIKE = {"stablehlo.reshape", "stablehlo.broadcast_in_dim"}
+
+
 def _compare(a: Body, b: Body, one: Partitioned, two: Partitioned, found: dict[int, tuple[int, ...]]) -> None:
     if len(a.nodes) != len(b.nodes):
         raise _Mismatch(f"{len(a.nodes)} operations became {len(b.nodes)}")
     pairs = list(zip(a.arguments, b.arguments))
     for x, y in zip(a.nodes, b.nodes):
-        if x.name != y.name:
+        if x.name != y.name and not {x.name, y.name} <= _ALIKE:
             raise _Mismatch(f"{x.name} became {y.name} ({x.source})")
         pairs += [*zip(x.inputs, y.inputs), *zip(x.outputs, y.outputs)]
         for inner, other in zip(x.bodies, y.bodies):
