@@ -42,9 +42,9 @@ def memory_table(made: Audit) -> Any:
 
     if not made.peak.buffers:
         return "the compiler does not say which buffers are alive at the peak"
-    table = Table("at the peak", "bytes", box=None, padding=(0, 2, 0, 0))
-    for name in ("shape", "from", "line"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, width in (("at the peak", 11), ("bytes", 11), ("shape", 14), ("from", 10), ("line", 14)):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width)
     alike: dict[tuple, int] = {}
     for b in made.peak.buffers:
         key = (b.kind, b.bytes, b.shape, b.what, b.line)

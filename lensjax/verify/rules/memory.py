@@ -56,8 +56,8 @@ def remat_undone(case: Case) -> Iterator[Finding]:
     if missing > _MERGED * again / devices and named < again / devices:
         yield Finding(
             "remat_undone", "warning", line, 0.0,
-            f"jax.checkpoint asks for {again / devices:.3g} FLOP to be run again on each device, {missing:.3g} of them are "
-            "not in the compiled step: the compiler merged them with the first run, and the activations stay in memory",
+            f"jax.checkpoint asks for {again / devices:.3g} FLOP to be run again on each device, {missing:.3g} of them "
+            "are not in the compiled step: the compiler merged them with the first run and keeps the activations",
             "use prevent_cse=True (the default) outside of scan, or scan over the layers",
         )  # fmt: skip
 
