@@ -86,7 +86,10 @@ def test_keywords_static_leaves_and_python_scalars():
     expected = step(p, {"x": x, "y": y}, lr=0.5, kind={"name": "sgd"})
     got = train({"w": jnp.full((16, 64), 0.05)}, {"x": x, "y": y}, lr=0.5, kind={"name": "sgd"})
     close(got, expected)
-    close(train(got[0], {"x": x, "y": y}, lr=0.25, kind={"name": "sgd"}), step(expected[0], {"x": x, "y": y}, lr=0.25, kind={"name": "sgd"}))
+    close(
+        train(got[0], {"x": x, "y": y}, lr=0.25, kind={"name": "sgd"}),
+        step(expected[0], {"x": x, "y": y}, lr=0.25, kind={"name": "sgd"}),
+    )
     with pytest.raises(AssertionError):
         train(p, {"x": x, "y": y}, lr=0.25, kind={"name": "adam"})
 
@@ -96,7 +99,9 @@ def test_keys_in_the_state_and_in_the_arguments(key):
     def step(state, x, key):
         noise = jax.random.normal(key, x.shape)
         new_key, sub = jax.random.split(state["key"])
-        grads = jax.grad(lambda w: ((x + 0.1 * noise) @ w * jax.random.uniform(sub, (x.shape[0], 64))).mean())(state["w"])
+        grads = jax.grad(lambda w: ((x + 0.1 * noise) @ w * jax.random.uniform(sub, (x.shape[0], 64))).mean())(
+            state["w"]
+        )
         return {"key": new_key, "w": state["w"] - grads}
 
     x, _ = data()
@@ -132,7 +137,9 @@ def test_a_linen_train_state_whose_step_counter_is_a_python_int():
     model = nn.Dense(64)
 
     def create():
-        return TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.ones((1, 16))), tx=optax.adam(1e-2))
+        return TrainState.create(
+            apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.ones((1, 16))), tx=optax.adam(1e-2)
+        )
 
     def step(state, x):
         loss, grads = jax.value_and_grad(lambda p: (state.apply_fn(p, x) ** 2).mean())(state.params)
@@ -161,7 +168,10 @@ def test_a_state_that_holds_one_array_twice_can_be_donated():
     x, _ = data()
     w = jnp.ones((16, 64))
     train = lensjax.parallelize(step, plan="dp")
-    close(train({"w": w, "average": w}, x), step({"w": np.ones((16, 64), np.float32), "average": np.ones((16, 64), np.float32)}, x))
+    close(
+        train({"w": w, "average": w}, x),
+        step({"w": np.ones((16, 64), np.float32), "average": np.ones((16, 64), np.float32)}, x),
+    )
 
 
 def test_another_batch_size_uses_the_plan_again_and_says_so():

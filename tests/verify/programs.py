@@ -125,9 +125,7 @@ class Writer:
         def gather(w):
             return jax.lax.with_sharding_constraint(w, used)
 
-        gather.defvjp(
-            lambda w: (gather(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, stored),)
-        )
+        gather.defvjp(lambda w: (gather(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, stored),))
         return gather(w)
 
 
