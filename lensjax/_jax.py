@@ -32,6 +32,12 @@ def check_version() -> None:
         )
 
 
+def settings() -> tuple[bool, str]:
+    """(whether 64-bit types are on, the default PRNG implementation): what changes a program's numbers."""
+    config: Any = jax.config
+    return bool(config.jax_enable_x64), str(config.jax_default_prng_impl)
+
+
 # ---- jaxprs -------------------------------------------------------------------------------------------------------
 # jax 0.10 has ClosedJaxpr (a Jaxpr and its constants); jax 0.12 has one class for both, with a legacy `.jaxpr`.
 

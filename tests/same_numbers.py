@@ -1,8 +1,8 @@
 """Comparing a decorated step with one device: the measure that every test uses.
 
-Both sides start each step from the same state. Gradients (an output of the instrumented step) are compared relative to the
-global maximum over all gradient leaves, never leaf by leaf, and never as parameters after Adam, where a zero gradient's
-rounding becomes a full step.
+Both sides start each step from the same state. Gradients (an output of the instrumented step) are compared relative to
+the global maximum over all gradient leaves, never leaf by leaf, and never as parameters after Adam, where a zero
+gradient's rounding becomes a full step.
 """
 
 from __future__ import annotations

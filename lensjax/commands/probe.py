@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    _prepare(args)
-    import jax
-
-    from lensjax.topology.probe import levels, sweep
     from lensjax.topology.probe_fit import fit_cluster
 
-    devices, found = levels(jax.devices())
-    steps = len(_sizes(args.largest)) * len(found) * 5
-    points = list(_progress(sweep(devices, found, _sizes(args.largest), budget=args.budget), steps))
+    with _own_stdout():
+        devices, found, points = _measure(args)
+    import jax
+
     cluster, fits = fit_cluster(_device(devices[0]), found, points, f"probed-{len(devices)}x{devices[0].platform}")
     if jax.process_index() != 0:
         return Result({"process": jax.process_index()}, ())
@@ -48,6 +47,30 @@ def run(args: argparse.Namespace) -> Result:
         **written,
     }
     return Result(data, _show(cluster, found, points, fits, written))
+
+
+def _measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    _prepare(args)
+    import jax
+
+    from lensjax.topology.probe import levels, sweep
+
+    sizes = _sizes(args.largest)
+    devices, found = levels(jax.devices())
+    return devices, found, list(_progress(sweep(devices, found, sizes, budget=args.budget), 5 * len(sizes) * len(found)))
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Gloo and other libraries write to the process's standard output: to standard error with it, it is ours (--json)."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _prepare(args: argparse.Namespace) -> None:

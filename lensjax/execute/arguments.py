@@ -26,7 +26,8 @@ def split_init(fn: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...
     raise TraceError(
         f"the step takes {least if least == most else f'{least} to {most}'} arguments; the state and the batch make "
         f"{' or '.join(map(str, counts))}",
-        hint="init's fn returns the state argument (or a tuple of them), batch= is the rest (a tuple where there are several)",
+        hint="init's fn returns the state argument (or a tuple of them), batch= is the rest (a tuple where there are "
+        "several)",
     )
 
 

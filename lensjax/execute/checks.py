@@ -56,7 +56,8 @@ def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence
     arguments = [program.arguments[i] for i in members]
     if len(leaves) != len(arguments):
         raise BatchError(
-            f"the batch has {len(leaves)} leaves; the step's has {len(arguments)}: {', '.join(a.path for a in arguments)}"
+            f"the batch has {len(leaves)} leaves; the step's has {len(arguments)}: "
+            + ", ".join(a.path for a in arguments)
         )
     processes = jax.process_count()
     for a, leaf in zip(arguments, leaves):

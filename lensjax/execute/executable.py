@@ -1,8 +1,8 @@
 """A program under a plan, compiled for real devices, behind the user's own signature.
 
-The steady state costs what a hand-written `jax.jit` costs: where every leaf of the arguments is an array, the jitted function
-takes the user's arguments as they are and JAX's own dispatch flattens them. Only calls with static leaves, keywords or
-captured arrays are flattened here.
+The steady state costs what a hand-written `jax.jit` costs: where every leaf of the arguments is an array, the jitted
+function takes the user's arguments as they are and JAX's own dispatch flattens them. Only calls with static leaves,
+keywords or captured arrays are flattened here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class OtherSignature(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays."""
+    """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured
+    arrays."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -67,7 +68,6 @@ class Executable:
         if leaves is None:
             raise OtherSignature
         return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
-
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The call's array leaves, None when the call is not one for this executable."""

@@ -27,8 +27,8 @@ def parallelize(
 ) -> Any:
     """Makes a training step run under the fastest plan that fits a cluster. A decorator, with or without arguments.
 
-    The step is any function of arrays that could be passed to `jax.jit`: it takes a state and a batch and returns the next
-    state and metrics, in any structure. It needs no change.
+    The step is any function of arrays that could be passed to `jax.jit`: it takes a state and a batch and returns the
+    next state and metrics, in any structure. It needs no change.
 
     cluster        a `Cluster`, a name such as "dgx-h100:32" or "cpu:2x4", or a file; None: the devices that JAX sees
     memory         bytes per device to stay within; None: the device's own

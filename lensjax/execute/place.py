@@ -20,7 +20,8 @@ def device_mesh(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Mesh:
         raise PlanError(
             f"the plan is for {plan.size} devices ({plan.shape}); JAX sees {len(devices)}",
             hint="plan for the devices that are there, start JAX with as many "
-            f'(XLA_FLAGS=--xla_force_host_platform_device_count={plan.size} emulates them), or only look: step.plan_for(...)',
+            f"(XLA_FLAGS=--xla_force_host_platform_device_count={plan.size} emulates them), or only look: "
+            "step.plan_for(...)",
         )
     order = range(len(devices)) if plan.order is None else plan.order
     grid = np.array([devices[i] for i in order], dtype=object).reshape([a.size for a in plan.axes])
@@ -31,9 +32,9 @@ def device_mesh(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Mesh:
 def place(leaf: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
     """The leaf as an array with that sharding; itself where it has it already, or is a Python number.
 
-    `own`: its buffers will be donated, so none may be shared with another array or with numpy. `device_put` shares what is
-    on its device already, whatever `may_alias` says (jax 0.10.2, 0.12.0.1), and a buffer that is given up twice ends the
-    process; so an owned leaf is copied after it was moved.
+    `own`: its buffers will be donated, so none may be shared with another array or with numpy. `device_put` shares
+    what is on its device already, whatever `may_alias` says (jax 0.10.2, 0.12.0.1), and a buffer that is given up
+    twice ends the process; so an owned leaf is copied after it was moved.
     With several processes, a leaf that lives in this process only must hold the same whole value in each of them.
     """
     if isinstance(leaf, bool | int | float | complex):
@@ -48,7 +49,7 @@ def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
             return jax.random.wrap_key_data(_move(jax.random.key_data(leaf), whole), impl=jax.random.key_impl(leaf))
     value = np.asarray(leaf, jax.typeof(leaf).dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lensjax import __version__
+from lensjax import __version__, _jax
 from lensjax._errors import PlanError
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import normalize
@@ -50,12 +50,13 @@ def cluster_for(spec: Any) -> Cluster:
 
 
 def provenance(program: Program, cluster: Cluster) -> Provenance:
+    x64, prng = _jax.settings()
     return Provenance(
         program=program.fingerprint,
         cluster=cluster.name,
         versions={"lensjax": __version__, "jax": jax.__version__},
-        x64=bool(jax.config.jax_enable_x64),
-        prng=str(jax.config.jax_default_prng_impl),
+        x64=x64,
+        prng=prng,
     )
 
 
@@ -83,8 +84,8 @@ def check_plan(program: Program, cluster: Cluster, plan: Plan) -> None:
     """Raises PlanError naming the field in which a replayed plan does not belong to this program or cluster."""
     if plan.mesh.size != cluster.devices:
         raise PlanError(
-            f"field 'mesh' of the plan is for {plan.mesh.size} devices ({plan.mesh.shape}); the cluster {cluster.name} has "
-            f"{cluster.devices}",
+            f"field 'mesh' of the plan is for {plan.mesh.size} devices ({plan.mesh.shape}); the cluster "
+            f"{cluster.name} has {cluster.devices}",
             hint="plan again for this cluster",
         )
     here = provenance(program, cluster)

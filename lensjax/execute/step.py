@@ -2,8 +2,8 @@
 
     first call: trace -> plan -> compile -> place the state -> run;     later calls: run
 
-Nothing of the user's is given up before the step is known to compile: an error or an interrupt before that leaves the state
-as it was, and the next call starts over.
+Nothing of the user's is given up before the step is known to compile: an error or an interrupt before that leaves the
+state as it was, and the next call starts over.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Step:
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
 
-    # ---- running ------------------------------------------------------------------------------------------------------
+    # ---- running ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step; the first call plans and compiles. Raises a LensjaxError where the arguments do not fit."""
@@ -96,7 +96,8 @@ class Step:
         return self._start(self._build(program, self.plan), args, kwargs)
 
     def _placed(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The call's leaves on the mesh. A buffer that stands twice in a donated state is copied: it can be given up once."""
+        """The call's leaves on the mesh. A buffer that stands twice in a donated state is copied: it can be given up
+        once."""
         emitted = executable.emitted
         leaves = executable.leaves(args, kwargs)
         assert leaves is not None
@@ -112,7 +113,7 @@ class Step:
         args, kwargs = emitted.program.call.rebuild(out)
         return unfixed(args), {k: unfixed((v,))[0] for k, v in kwargs.items()}
 
-    # ---- planning -----------------------------------------------------------------------------------------------------
+    # ---- planning -----------------------------------------------------------------------------------------------
 
     def _analyze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         _jax.check_version()
@@ -151,17 +152,19 @@ class Step:
                 hint=f"state = {name}.init({getattr(fn, '__name__', 'create_state')}, ..., batch=batch)  "
                 "# an example batch, or its ShapeDtypeStructs",
             )
+        made, tree = self._init(fn, args, kwargs, batch)
+        return jax.tree.unflatten(tree, made(*args))
+
+    def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, Any]:
+        """(a jitted function from `args` to the state's leaves, the state's tree)."""
         state = jax.eval_shape(functools.partial(fn, **kwargs), *args)
         if batch is not None:
             shapes = split_init(self._fn, state, jax.tree.map(abstract_leaf, batch))
-            program = self._analyze(shapes, {})
-            self._plan(program)
-        assert self._program is not None and self._choice is not None
-        # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are equal
-        # but not the same object, and JAX takes these for two tree structures.
+            self._plan(self._analyze(shapes, {}))
+        # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
+        # equal but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
-        made = jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings)
-        return jax.tree.unflatten(tree, made(*args))
+        return jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings), tree
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
@@ -188,7 +191,7 @@ class Step:
             found.append(named(mesh, spec))
         return jax.tree.unflatten(tree, found)
 
-    # ---- looking --------------------------------------------------------------------------------------------------------
+    # ---- looking ------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -211,7 +214,8 @@ class Step:
         if self._choice is None:
             raise PlanError(
                 "there is no plan yet",
-                hint="call the step, step.init(create_state, ..., batch=batch), or step.plan_for(state_shapes, batch_shapes)",
+                hint="call the step, step.init(create_state, ..., batch=batch), or "
+                "step.plan_for(state_shapes, batch_shapes)",
             )
         return self._choice
 
@@ -229,8 +233,8 @@ class Step:
 
     @property
     def abstract_state(self) -> Any:
-        """The state arguments as ShapeDtypeStructs with shardings: what a checkpoint is restored into. One tree where the
-        state is one argument, else a tuple of them."""
+        """The state arguments as ShapeDtypeStructs with shardings: what a checkpoint is restored into. One tree where
+        the state is one argument, else a tuple of them."""
         program, plan = self.program, self.plan
         mesh = device_mesh(plan.mesh)
         specs = resolve(program, plan).arguments
@@ -242,7 +246,10 @@ class Step:
         state = tuple(
             arg
             for arg, numbers in zip(args, index)
-            if any(program.arguments[i].result is not None or program.arguments[i].role == "parameter" for i in jax.tree.leaves(numbers))
+            if any(
+                program.arguments[i].result is not None or program.arguments[i].role == "parameter"
+                for i in jax.tree.leaves(numbers)
+            )
         )
         return state[0] if len(state) == 1 else state
 
@@ -306,4 +313,3 @@ def abstract_leaf(leaf: Any) -> Any:
 
 def unfixed(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v.value if isinstance(v, Fixed) else v for v in values)
-

@@ -17,6 +17,7 @@ from typing import Any
 from lensjax import _jax
 from lensjax.partition.axes import DimensionFactors, LogicalAxis, dimension_factors
 from lensjax.partition.data import Axes, Body, Collective, Node, Operation, Partitioned, Region, Spec, Value
+from lensjax.partition.facts import Repeated, Reshard, repeated, reshards
 from lensjax.partition.inline import main_function
 from lensjax.partition.module import MARK, Template, instantiate, template
 from lensjax.partition.read import donations, read
@@ -34,11 +35,15 @@ __all__ = [
     "Operation",
     "Partitioned",
     "Region",
+    "Repeated",
+    "Reshard",
     "Spec",
     "Template",
     "Value",
     "dimension_factors",
     "partition",
+    "repeated",
+    "reshards",
     "template",
 ]
 

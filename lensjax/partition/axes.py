@@ -201,9 +201,9 @@ class _Joiner:
         return found
 
     def axis(self, leaf: int, twice: Counter[int]) -> LogicalAxis:
-        facts = [dict(self.noted[kind].get(leaf, {})) for kind in _KINDS]
+        reduced, whole, moved = (dict(self.noted[kind].get(leaf, {})) for kind in _KINDS)
         sizes = tuple(sorted(self.factors.sizes[leaf]))
-        return LogicalAxis(sizes[-1], sizes, *facts, twice[leaf])
+        return LogicalAxis(sizes[-1], sizes, reduced, whole, moved, twice[leaf])
 
 
 _KINDS = ("reduction", "replication", "permutation")

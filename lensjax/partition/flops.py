@@ -16,6 +16,9 @@ import numpy as np
 from lensjax.partition.data import Node, Value
 from lensjax.partition.text import integers, named_list
 
+# Prefix of the targets of jax/_src/cudnn/fused_attention_stablehlo.py.
+FUSED_ATTENTION = "__cudnn$fmha"
+
 
 def flops(node: Node, values: Sequence[Value]) -> float:
     """Operations of one execution on one device."""
@@ -26,9 +29,21 @@ def flops(node: Node, values: Sequence[Value]) -> float:
     if node.name == "chlo.ragged_dot":
         # Each row meets one group's matrix: rows x columns x contracted (the last dimension of the left operand).
         return 2.0 * sum(values[v].size for v in node.outputs) * values[node.inputs[0]].local[-1]
+    if FUSED_ATTENTION in node.attributes.get("call_target_name", ""):
+        return _attention(node, values)
     if node.name in ("stablehlo.reduce", "stablehlo.scatter"):
         return float(sum(values[v].size for v in node.inputs))
     return float(sum(values[v].size for v in node.outputs))
+
+
+def _attention(node: Node, values: Sequence[Value]) -> float:
+    """cuDNN's fused attention on [batch, seq, heads, head] operands: two matmuls forward, five backward (it recomputes
+    the scores; FlashAttention-2, Dao 2023, section 3.1), half of each under a causal mask, where blocks are skipped."""
+    batch, queries, heads, head = values[node.inputs[0]].local
+    keys = values[node.inputs[1]].local[1]
+    matmuls = 5 if "Backward" in node.attributes["call_target_name"] else 2
+    causal = 0.5 if "CAUSAL" in node.attributes.get("backend_config", "") else 1.0
+    return 2.0 * matmuls * causal * batch * heads * queries * keys * head
 
 
 def _dot(node: Node, values: Sequence[Value]) -> float:
@@ -44,31 +59,32 @@ def _convolution(node: Node, values: Sequence[Value]) -> float:
     spatial = sorted((d for d in kernel_dims if d.isdigit()), key=int)
     pairs = 1.0
     for i, d in enumerate(spatial):
-        sizes = tuple(
-            v.local[dims.index(d)] for v, dims in ((image, image_dims), (kernel, kernel_dims), (result, result_dims))
-        )
-        pairs *= _valid_pairs(*sizes, *_window(node, i, len(spatial)))
+        at = (image.local[image_dims.index(d)], kernel.local[kernel_dims.index(d)], result.local[result_dims.index(d)])
+        pairs *= _valid_pairs(at, _window(node, i, len(spatial)))
     inputs = kernel.local[kernel_dims.index("i")]
     features = result.local[result_dims.index("f")]
     # With batch groups a result feature sees only its group's share of the batch, and `b` of the result is that share.
     return 2.0 * pairs * inputs * features * result.local[result_dims.index("b")]
 
 
-def _window(node: Node, i: int, rank: int) -> tuple[int, int, int, int, int]:
+def _window(node: Node, i: int, rank: int) -> tuple[int, int, int, int]:
+    """Stride, low padding, dilation of the image and dilation of the kernel along one spatial dimension."""
+
     def at(key: str, default: int) -> int:
         found = integers(node.attributes.get(key, ""))
         return found[i] if len(found) == rank else found[0] if len(found) == 1 else default
 
     padding = integers(node.attributes.get("padding", ""))
-    low, high = (padding[2 * i], padding[2 * i + 1]) if len(padding) == 2 * rank else (padding * 2)[:2] or (0, 0)
-    return at("window_strides", 1), low, high, at("lhs_dilation", 1), at("rhs_dilation", 1)
+    low = padding[2 * i] if len(padding) == 2 * rank else padding[0] if padding else 0
+    return at("window_strides", 1), low, at("lhs_dilation", 1), at("rhs_dilation", 1)
 
 
-def _valid_pairs(image: int, kernel: int, result: int, stride: int, low: int, high: int, lhs: int, rhs: int) -> int:
-    """(result, kernel) positions along one dimension that meet an element of the image rather than padding or a gap.
+def _valid_pairs(sizes: tuple[int, int, int], window: tuple[int, int, int, int]) -> int:
+    """(result, kernel) positions along one dimension that meet an element of the image, not padding and not a gap.
 
-    `high` padding follows from the sizes; it is named for completeness.
+    sizes: of image, kernel and result.
     """
-    del high
-    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None] * rhs - low
-    return int(((at >= 0) & (at % lhs == 0) & (at // lhs < image)).sum())
+    image, kernel, result = sizes
+    stride, low, image_dilation, kernel_dilation = window
+    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None] * kernel_dilation - low
+    return int(((at >= 0) & (at % image_dilation == 0) & (at // image_dilation < image)).sum())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lensjax._errors import PartitionError
 from lensjax.partition.data import Axes, Body, Node, Value
@@ -143,8 +143,10 @@ class _Simplifier:
         each device scatters into its own columns. With axes left to sum over it gives up, and keeps the all_reduce.
         """
         slice_ = self.only_slice(node)
+        if slice_ is None:
+            return None
         made = next((n for n in before if n.outputs == node.inputs), None)
-        if slice_ is None or made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
+        if made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
             return None
         whole, own = (self.values[v].spec for v in (node.outputs[0], slice_.outputs[0]))
         inserted = named_list("inserted_window_dims", made.attributes["scatter_dimension_numbers"])
@@ -211,7 +213,7 @@ def simplify(values: list[Value], body: Body, mesh: Mapping[str, int]) -> Body:
     return work.fold(work.reassociate(body))
 
 
-def payload(node: Node, values: list[Value]) -> float:
+def payload(node: Node, values: Sequence[Value]) -> float:
     """Bytes per device of the full buffer of a collective (see `Collective.bytes`)."""
     if node.name in ("all_gather", "all_reduce"):
         return sum(values[v].bytes for v in node.outputs)

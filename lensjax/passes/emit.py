@@ -1,7 +1,7 @@
 """Emission: a program under a plan as something that JAX lowers and runs.
 
-`lowerable` is the one way from a plan to XLA: what is priced, what is verified and what runs are the same jaxpr with the
-same shardings.
+`lowerable` is the one way from a plan to XLA: what is priced, what is verified and what runs are the same jaxpr with
+the same shardings.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from lensjax.program.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves (captured
-    arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument positions."""
+    """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
+    (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
+    positions."""
 
     program: Program
     plan: Plan
@@ -38,7 +39,9 @@ class Emitted:
 def abstract_mesh(plan: Plan) -> AbstractMesh:
     """The plan's mesh without devices."""
     axes = plan.mesh.axes
-    return AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes), axis_types=(AxisType.Auto,) * len(axes))
+    return AbstractMesh(
+        tuple(a.size for a in axes), tuple(a.name for a in axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:

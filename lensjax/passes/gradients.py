@@ -17,10 +17,10 @@ from lensjax.program.edit import body_operands, is_var, shape_of
 from lensjax.program.program import Program
 
 _ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
-    nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
+    ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
 
 

@@ -4,7 +4,8 @@ Parameter shardings alone are not a plan: propagation lets weights win over the 
 reduce-scattered. So the pass pins
 
     activations      results of matmuls, convolutions and lookups, loop carries and slices: split along the batch
-    weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from forward to
+    weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
+                     forward to
                      backward) or again in the backward (with a barrier, so that the two gathers stay two)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
@@ -141,15 +142,15 @@ class _Pinner:
         if not plain or not self.axes:
             return b.read(v)
         hidden = set(self.batch.dims[v]) - set(plain)
-        entries = [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
-        entries[plain[0]] = self.axes if len(self.axes) > 1 else self.axes[0]
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
+        entries[plain[0]] = self.axes
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
         return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
 
-    # ---- weights ------------------------------------------------------------------------------------------------------
+    # ---- weights ------------------------------------------------------------------------------------------------
 
     def _with_weights(self, b: Builder, eqn: Any, weights: dict[Any, Weight], gathered: dict[Any, Any]) -> list[Any]:
         """The operands of `eqn`, split weights gathered where the computation (not only the optimizer) reads them."""
@@ -194,12 +195,13 @@ class _Pinner:
             source = b.read(var)
             other = next((k for k, a in enumerate(eqn.invars) if k != i and is_var(a) and a in self.batch.dims), None)
             if phase == "backward" and (var, "forward") in gathered and other is not None:
-                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight whole.
+                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight
+                # whole.
                 source, ins[other] = b.apply(_together, source, ins[other], like=eqn, name="lensjax.again")
             gathered[var, phase] = self._constrain(b, source, whole(len(weight.spec)), eqn, "gather")
         return gathered[var, phase]
 
-    # ---- nested bodies --------------------------------------------------------------------------------------------------
+    # ---- nested bodies ------------------------------------------------------------------------------------------
 
     def _with_bodies(self, eqn: Any, weights: dict[Any, Weight]) -> Any:
         operands = [ops for _, ops, _ in body_operands(eqn)]

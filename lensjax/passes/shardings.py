@@ -90,7 +90,9 @@ def _checked(plan: Plan, path: str, shape: tuple[int, ...], spec: Spec) -> Spec:
     for d, axes in enumerate(spec):
         for a in axes:
             if a not in plan.mesh.shape:
-                raise PlanError(f"the plan splits {path} over {a!r}, which is not an axis of its mesh {plan.mesh.shape}")
+                raise PlanError(
+                    f"the plan splits {path} over {a!r}, which is not an axis of its mesh {plan.mesh.shape}"
+                )
         if shape[d] % ways(plan, axes):
             raise PlanError(
                 f"the plan splits dimension {d} of {path} (size {shape[d]}) in {ways(plan, axes)} equal parts",

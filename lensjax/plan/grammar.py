@@ -38,7 +38,8 @@ def parse(text: str, devices: int) -> tuple[Term, ...]:
         if not m or m[1] not in NAMES:
             raise PlanError(
                 f"{part.strip()!r} in the plan {text!r} is not a preset",
-                hint=f"write names joined by commas, each with an optional size, as in 'dp=2,fsdp=4'; names: {' '.join(NAMES)}",
+                hint="write names joined by commas, each with an optional size, as in 'dp=2,fsdp=4'; names: "
+                + " ".join(NAMES),
             )
         if m[2] and m[1] not in ("fsdp", "hsdp"):
             raise PlanError(f"{part.strip()!r}: only fsdp and hsdp gather weights, ':{m[2]}' does not apply to {m[1]}")
@@ -68,7 +69,8 @@ def _fill(terms: list[tuple[str, int | None, str | None]], devices: int, text: s
     elif rest > 1:
         if any(n == "dp" for n, _, _ in terms):
             raise PlanError(
-                f"{text!r} is for {known} devices; there are {devices}", hint="leave the size of dp out, and it takes the rest"
+                f"{text!r} is for {known} devices; there are {devices}",
+                hint="leave the size of dp out, and it takes the rest",
             )
         terms.insert(0, ("dp", rest, None))
     return tuple(Term(n, s or 1, (g or "again") if n in ("fsdp", "hsdp") else None) for n, s, g in terms)

@@ -2,8 +2,8 @@
 
     pins={"params/embed/*": (None, "fsdp"), "*/bias": ()}
 
-Patterns are fnmatch on the `/`-joined path of the user's tree; the argument's own name in front is optional. The first match
-wins; dimensions that a pin does not name stay free (are decided by the plan); `None` keeps a dimension whole.
+Patterns are fnmatch on the `/`-joined path of the user's tree; the argument's own name in front is optional. The first
+match wins; dimensions that a pin does not name stay free (are decided by the plan); `None` keeps a dimension whole.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def normalize(pins: Mapping[str, Any] | None) -> tuple[Pin, ...]:
         dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in value)
         flat = [a for d in dims for a in d]
         if len(set(flat)) != len(flat):
-            raise PlanError(f"the pin of {pattern!r} contradicts itself: a mesh axis splits two dimensions of {value!r}")
+            raise PlanError(
+                f"the pin of {pattern!r} contradicts itself: a mesh axis splits two dimensions of {value!r}"
+            )
         out.append(Pin(pattern, dims))
     return tuple(out)
 
 
 def matches(pattern: str, path: str) -> bool:
     _, _, inner = path.partition("/")
-    return fnmatch.fnmatchcase(path, pattern) or bool(inner) and fnmatch.fnmatchcase(inner, pattern)
+    return fnmatch.fnmatchcase(path, pattern) or (bool(inner) and fnmatch.fnmatchcase(inner, pattern))
 
 
 def find(pins: Sequence[Pin], path: str) -> Pin | None:
@@ -66,7 +68,9 @@ def apply_pin(pin: Pin, path: str, shape: Sequence[int], spec: Spec, mesh: Mappi
         for a in axes:
             ways *= mesh[a]
         if shape[d] % ways:
-            raise PlanError(f"the pin {pin.pattern!r} splits dimension {d} of {path} (size {shape[d]}) in {ways} equal parts")
+            raise PlanError(
+                f"the pin {pin.pattern!r} splits dimension {d} of {path} (size {shape[d]}) in {ways} equal parts"
+            )
     taken = {a for d in pin.dims for a in d}
     free = tuple(tuple(a for a in axes if a not in taken) for axes in spec[len(pin.dims) :])
     return (*pin.dims, *free)
@@ -87,7 +91,8 @@ def check_used(pins: Sequence[Pin], paths: Sequence[str]) -> None:
             first = next(p for p in pins if p in winners)
             if first.dims != pin.dims:
                 raise PlanError(
-                    f"the pin {pin.pattern!r} is contradicted by {first.pattern!r}, which stands before it and matches the same tensors",
+                    f"the pin {pin.pattern!r} is contradicted by {first.pattern!r}, which stands before it and matches "
+                    "the same tensors",
                     hint="the first match wins: put the narrower pattern first",
                 )
 

@@ -68,7 +68,8 @@ class Micro:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the compiler's)."""
+    """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
+    compiler's)."""
 
     codec: str = "exact"
     bucket: int | None = None
@@ -83,8 +84,8 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """What the planner expects. Seconds and bytes per step; `tiers`: bytes sent per device, by tier; `detail`: seconds by
-    part. `findings`: what a reader should know (values that could not be split, and why)."""
+    """What the planner expects. Seconds and bytes per step; `tiers`: bytes sent per device, by tier; `detail`: seconds
+    by part. `findings`: what a reader should know (values that could not be split, and why)."""
 
     step_s: float
     peak_bytes: float
@@ -112,7 +113,8 @@ class Plan:
     mesh      the axes and the device order
     rules     logical axis -> mesh axes
     leaves    {path: spec}: tensors whose sharding is given one by one (state leaves; what is not listed is whole)
-    gather    {layer: "once" | "again"}: whether split weights are gathered once, or again in the backward ("*": the rest)
+    gather    {layer: "once" | "again"}: whether split weights are gathered once, or again in the backward ("*": the
+    rest)
     layers    {layer: level}: recompute and offload
     micro     micro-batches
     reduce    {tier: Reduce}

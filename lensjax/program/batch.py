@@ -1,7 +1,7 @@
 """Which arguments are the batch, and which dimension of every value is: two-point tracing.
 
-The step is traced at two batch sizes. The two programs have the same structure and differ only in shapes, so the dimension
-that differs is the batch. Nothing is assumed about names or positions.
+The step is traced at two batch sizes. The two programs have the same structure and differ only in shapes, so the
+dimension that differs is the batch. Nothing is assumed about names or positions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Batch:
 
 
 def second_size(n: int) -> int:
-    """The largest proper divisor that is at least 2, so that assertions on the size mostly hold; 2n where there is none."""
+    """The largest proper divisor that is at least 2, so that assertions on the size mostly hold; 2n where there is
+    none."""
     return next((n // f for f in range(2, n) if n % f == 0 and n // f >= 2), 2 * n)
 
 
@@ -51,8 +52,8 @@ def find_batch(
 ) -> Batch:
     """Finds the batch among the argument leaves `candidates` (indices), or takes `axes` as told.
 
-    Leaves in `unused` play no part in the results (labels of a loss whose gradient does not need them): they are resized with
-    their group, but are no batch of their own.
+    Leaves in `unused` play no part in the results (labels of a loss whose gradient does not need them): they are
+    resized with their group, but are no batch of their own.
 
     Groups of equal size along axis 0 are tried first, then along axis 1, each alone. Raises BatchError, saying what was
     seen, when none or more than one group can be resized.
@@ -68,7 +69,7 @@ def find_batch(
                 groups.setdefault(shape[axis], []).append(i)
         found = []
         for size, members in groups.items():
-            if unused.issuperset(members):
+            if all(i in unused for i in members):
                 continue
             attempt = {i: axis for i in members}
             try:
@@ -82,7 +83,7 @@ def find_batch(
             seen = "; ".join(f"{b.size} along axis {axis} of {_names(traced, b.axes)}" for b in found)
             raise BatchError(
                 f"more than one group of arguments could be the batch: {seen}",
-                hint="name the batch arguments: parallelize(batch_argnums=...) with the positions of the batch arguments",
+                hint="name the batch: parallelize(batch_argnums=...) with the positions of the batch arguments",
             )
     listed = "\n".join(tried) or "  no array argument is left that is not state or a key"
     raise BatchError(

@@ -61,10 +61,11 @@ def map_bodies(eqn: Any, fn: Callable[[Any, int], Any]) -> Any:
 
 
 def body_operands(eqn: Any) -> Iterator[tuple[Any, list[Atom], list[Atom | None]]]:
-    """For each body: (body, the operand of `eqn` behind each body argument, the result of `eqn` behind each body result).
+    """For each body: (body, the operand of `eqn` behind each body argument, the result of `eqn` behind each body
+    result).
 
-    For a scan, a scanned operand is the whole stack and the body sees a slice of it; for the predicate of a while loop the
-    result is None.
+    For a scan, a scanned operand is the whole stack and the body sees a slice of it; for the predicate of a while loop
+    the result is None.
     """
     name, ins, outs = eqn.primitive.name, list(eqn.invars), list(eqn.outvars)
     if name == "cond":
@@ -87,7 +88,7 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
             yield from all_equations(body)
 
 
-# ---- building ---------------------------------------------------------------------------------------------------------
+# ---- building --------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,7 +124,8 @@ class Builder:
     def apply(self, fn: Callable, *atoms: Atom, like: Any, name: str = "") -> list[Var]:
         """Splices `fn(*atoms)` in, built by tracing. `fn` must be hashable and cheap (it is traced once per shape).
 
-        `like` is the equation whose user source line and name stack the new equations carry; `name` is added to the stack.
+        `like` is the equation whose user source line and name stack the new equations carry; `name` is added to the
+        stack.
         """
         closed = _traced(fn, tuple(a.aval for a in atoms))
         source = like.source_info

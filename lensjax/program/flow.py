@@ -41,9 +41,7 @@ def _visit(jaxpr: Any, deps: dict[Any, int], passes: Callable[[Any], bool]) -> N
             _visit_bodies(eqn, inner, deps, passes)
 
 
-def _visit_bodies(
-    eqn: Any, inner: Sequence[Any], deps: dict[Any, int], passes: Callable[[Any], bool]
-) -> None:
+def _visit_bodies(eqn: Any, inner: Sequence[Any], deps: dict[Any, int], passes: Callable[[Any], bool]) -> None:
     control = 0
     if eqn.primitive.name == "cond":
         control = _read(deps, eqn.invars[0])

@@ -29,8 +29,8 @@ def inline(jaxpr: Any) -> Any:
     """The same program with every call replaced by its equations, at every depth, and constants as literals.
 
     Source lines and name stacks are kept: an inlined equation carries the caller's stack before its own. Shardings on
-    an inner jit become sharding constraints. Every variable is a fresh object: JAX shares one jaxpr object between equal
-    calls, while analyses keep facts per variable.
+    an inner jit become sharding constraints. Every variable is a fresh object: JAX shares one jaxpr object between
+    equal calls, while analyses keep facts per variable.
     """
     return _dead_code(_inline(jaxpr))
 

@@ -61,7 +61,8 @@ def _name(paths: Sequence[str]) -> str:
 
 
 def scanned_leading(jaxpr: Any) -> set[Any]:
-    """Variables that some scan, at any depth, runs over: their leading dimension is a layer index, not a tensor dimension."""
+    """Variables that some scan, at any depth, runs over: their leading dimension is a layer index, not a tensor
+    dimension."""
     found = set()
     for eqn in all_equations(jaxpr):
         if eqn.primitive.name == "scan":

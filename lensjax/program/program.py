@@ -33,8 +33,8 @@ class Program:
     """`jaxpr`: calls inlined, no constants; its arguments are the call's leaves followed by the captured arrays.
 
     `arguments`: one per jaxpr argument; `result_paths`: one per result; `batch`; `layers`;
-    `gradients`: {parameter index: result index} for a step that returns gradients; `donate`: whether the state that comes
-    back may give up its buffers;
+    `gradients`: {parameter index: result index} for a step that returns gradients; `donate`: whether the state that
+    comes back may give up its buffers;
     `compute`: variables that a forward or backward computation reads;
     `depends`: variable -> bit set of the arguments it depends on.
     """
@@ -58,7 +58,8 @@ class Program:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the program's structure, shapes and paths: equal programs have equal fingerprints in every process."""
+        """A hash of the program's structure, shapes and paths: equal programs have equal fingerprints in every
+        process."""
         h = hashlib.sha256()
         for a in self.arguments:
             h.update(f"{a.path}:{a.dtype}{list(a.shape)};".encode())
@@ -169,12 +170,14 @@ def _told_axes(call: Call, args: tuple[Any, ...], argnums: Sequence[int] | None,
     told, index = {}, 0
     dynamic = iter(call.dynamic)
     for n, arg in enumerate(args):
-        leaves, tree = jax.tree.flatten(arg)
+        leaves = jax.tree.leaves(arg)
         wanted = [None] * len(leaves)
         if n in argnums:
             prefix = per_arg[argnums.index(n)]
             wanted = jax.tree.leaves(
-                jax.tree.map(lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None)
+                jax.tree.map(
+                    lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None
+                )
                 if not isinstance(prefix, int)
                 else jax.tree.map(lambda _, axis=prefix: axis, arg),
                 is_leaf=lambda x: x is None,

@@ -1,12 +1,12 @@
 """What each argument is for, from data flow and tree structure, not from names.
 
-    state       comes back as a result of the same structure (what a training loop feeds into the next call)
-    parameter   float state that a forward or backward computation reads
-    optimizer   float state of a parameter's shape that flows into that parameter's new value (or is fed by it: an average)
-    key         PRNG keys, typed or raw
-    batch       see lensjax.program.batch
-    constant    arrays that the step closes over
-    other       counters, statistics, scales, schedules
+state       comes back as a result of the same structure (what a training loop feeds into the next call)
+parameter   float state that a forward or backward computation reads
+optimizer   float state of a parameter's shape that flows into that parameter's new value (or is fed by it: an average)
+key         PRNG keys, typed or raw
+batch       see lensjax.program.batch
+constant    arrays that the step closes over
+other       counters, statistics, scales, schedules
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Argument:
 
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; a typed PRNG key counts as its raw words (threefry: 8)."""
-    return jnp.dtype(dtype).itemsize if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else 8
+    return jnp.dtype(dtype).itemsize if not jnp.issubdtype(dtype, jax.dtypes.prng_key) else 8
 
 
 def match_state(traced: Traced, deps: dict[Any, int]) -> dict[int, int]:
@@ -105,14 +105,26 @@ def _dep(atom: Any, deps: dict[Any, int]) -> int:
     return deps.get(atom, 0) if is_var(atom) else 0
 
 
-def _affinity(members: Any, outs: Any, paths: Any, out_paths: Any, outvars: Any, deps: dict[Any, int]) -> tuple[int, int]:
+def _affinity(
+    members: Any, outs: Any, paths: Any, out_paths: Any, outvars: Any, deps: dict[Any, int]
+) -> tuple[int, int]:
     own = sum(_dep(outvars[o], deps) >> i & 1 for i, o in zip(members, outs))
     named = sum(paths[i].split("/")[0] in out_paths[o].split("/") for i, o in zip(members, outs))
     return own, named
 
 
 # Through these a value stays what it is: a parameter plus its update is the parameter's next value.
-_KEEPS = {"add", "sub", "add_any", "select_n", "convert_element_type", "copy", "reshape", "optimization_barrier", "transpose"}
+_KEEPS = {
+    "add",
+    "sub",
+    "add_any",
+    "select_n",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "optimization_barrier",
+    "transpose",
+}
 
 
 def split_gradients(
@@ -120,10 +132,10 @@ def split_gradients(
 ) -> tuple[dict[int, int], dict[int, int], bool]:
     """Tells state that comes back from results that only look like it: the gradients of parameters.
 
-    A next value is made from the old one by equations without a batch dimension; a gradient depends on its parameter only
-    through the batch. Returns (state, {parameter index: result index} of gradients, whether the state may be donated): a
-    regularised gradient g + c p cannot be told from p (1 - c) - g, so state is donated only if some leaf of it is kept
-    and added to, or it holds more than parameters.
+    A next value is made from the old one by equations without a batch dimension; a gradient depends on its parameter
+    only through the batch. Returns (state, {parameter index: result index} of gradients, whether the state may be
+    donated): a regularised gradient g + c p cannot be told from p (1 - c) - g, so state is donated only if some leaf
+    of it is kept and added to, or it holds more than parameters.
     """
     inner = _jax.open_jaxpr(traced.jaxpr)
     free = dependencies(traced.jaxpr, lambda e: not touches(e, is_batch))
@@ -157,7 +169,7 @@ def added_to(traced: Traced, state: dict[int, int]) -> set[int]:
 
 
 def is_key(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def raw_keys(traced: Traced) -> set[int]:
@@ -171,9 +183,7 @@ def raw_keys(traced: Traced) -> set[int]:
     }
 
 
-def tie(
-    traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: dict[Any, int]
-) -> dict[int, int]:
+def tie(traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: dict[Any, int]) -> dict[int, int]:
     """{state index: parameter index} for state that belongs to one parameter: same shape, and it flows into that
     parameter's new value (moments) or that parameter flows into it (averages). Between several, the one whose path ends
     most alike (optimizers keep the parameters' tree inside their own)."""

@@ -41,7 +41,10 @@ def headline(program: Program, choice: Choice) -> Any:
     plan, p = choice.plan, choice.plan.predicted
     axes = " x ".join(f"{a.name} {a.size}" + (f" ({a.tier})" if a.tier else "") for a in plan.mesh.axes)
     where = f" on {plan.provenance.cluster}" if plan.provenance.cluster else ""
-    lines = [f"plan {plan.name}{where}: mesh {axes}; the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"]
+    lines = [
+        f"plan {plan.name}{where}: mesh {axes}; "
+        f"the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"
+    ]
     if p is not None:
         lines.append(
             f"predicted: {duration(p.step_s)} per step, peak {size(p.peak_bytes)} of {size(choice.memory)} per device; "
@@ -53,7 +56,9 @@ def headline(program: Program, choice: Choice) -> Any:
 
 def table(choice: Choice) -> Table:
     tiers = list(choice.plan.predicted.tiers) if choice.plan.predicted else []
-    out = Table("plan", "step", "compute", "exposed", "peak", "fits", *[f"sent on {t}" for t in tiers], box=None, pad_edge=False)
+    out = Table(
+        "plan", "step", "compute", "exposed", "peak", "fits", *[f"sent on {t}" for t in tiers], box=None, pad_edge=False
+    )
     for column in out.columns[1:]:
         column.justify = "right"
     for c in sorted(choice.candidates, key=lambda c: (not c.fits(choice.memory), c.step_s)):
@@ -76,7 +81,9 @@ def table(choice: Choice) -> Table:
 
 def reasons(choice: Choice) -> Text | None:
     """The chosen plan against the runner-up and against what would be faster but does not fit."""
-    priced = [c for c in choice.candidates if c.plan is not None and c.plan.name != choice.plan.name and c.plan.predicted]
+    priced = [
+        c for c in choice.candidates if c.plan is not None and c.plan.name != choice.plan.name and c.plan.predicted
+    ]
     if not priced or choice.plan.predicted is None:
         return None
     mine, lines = choice.plan.predicted, []
@@ -91,7 +98,7 @@ def reasons(choice: Choice) -> Text | None:
 
 
 def _against(mine: Any, other: Candidate) -> str:
-    theirs = other.plan.predicted  # type: ignore[union-attr]
+    theirs: Any = other.plan.predicted if other.plan is not None else None
     gain = theirs.step_s / mine.step_s - 1 if mine.step_s else 0.0
     saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
     parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 1e-9]
@@ -129,7 +136,10 @@ def explain_trace(program: Program) -> str:
         f"batch: {program.batch.size}, found by tracing again at {program.batch.small}"
         if program.batch.small
         else f"batch: {program.batch.size}. {program.batch.reason}",
-        *(f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)" for layer in program.layers),
+        *(
+            f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)"
+            for layer in program.layers
+        ),
     ]
     if program.captured:
         total = sum(a.nbytes for a in program.arguments if a.role == "constant")

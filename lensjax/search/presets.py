@@ -4,8 +4,8 @@
     zero1    as dp, with the optimizer state split
     fsdp     parameters, gradients and optimizer state split; weights gathered where they are used
 
-Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO (Rajbhandari et
-al. 2020): stage 1 is zero1, stage 3 is fsdp.
+Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO
+(Rajbhandari et al. 2020): stage 1 is zero1, stage 3 is fsdp.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def preset(
     terms = parse(text, devices)
     for t in terms:
         if t.name not in ("dp", "zero1", "fsdp"):
-            raise PlanError(f"the preset {t.name!r} cannot be applied yet", hint="available: dp, zero1, fsdp and products")
+            raise PlanError(
+                f"the preset {t.name!r} cannot be applied yet", hint="available: dp, zero1, fsdp and products"
+            )
     return build(terms, program, name=text, pins=pins, tier_of=tier_of)
 
 
@@ -101,7 +103,9 @@ def _is_stacked(program: Program, i: int) -> bool:
     return any(i in layer.parameters for layer in program.layers)
 
 
-def _pinned(program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:
+def _pinned(
+    program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]
+) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
     state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
     check_used(pins, [a.path for a in state])

@@ -1,6 +1,6 @@
 """The price of a plan: what is priced is what runs.
 
-    score(plan) = cost(partition(lower(passes(program, plan))))
+score(plan) = cost(partition(lower(passes(program, plan))))
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from lensjax._errors import BatchError, DoesNotFit, PlanError
+from lensjax._units import size
 from lensjax.cost import score
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
@@ -110,12 +111,14 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     assert plan is not None and plan.predicted is not None
     over = plan.predicted.peak_bytes - limit
     parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
-    held = ", ".join(f"{k} {_gib(v)}" for k, v in parts if v > 0)
-    largest = "\n".join(f"    {path}: {_gib(size)}" for path, size in largest_leaves(program, plan))
+    parts_held = ", ".join(f"{k} {size(v)}" for k, v in parts if v > 0)
+    largest = "\n".join(f"    {path}: {size(held)}" for path, held in largest_leaves(program, plan))
     return DoesNotFit(
-        f"nothing fits {_gib(limit)} per device. The nearest plan is {nearest.name}: peak {_gib(plan.predicted.peak_bytes)}, "
-        f"{_gib(over)} too much.\n  it holds: {held}\n  the largest state tensors per device:\n{largest}",
-        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the layers); "
+        f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
+        f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
+        f"  the largest state tensors per device:\n{largest}",
+        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
+        "layers); "
         f'plan="{nearest.name}" runs it all the same',
     )
 
@@ -130,10 +133,3 @@ def largest_leaves(program: Program, plan: Plan, count: int = 5) -> list[tuple[s
                 ways *= plan.mesh.shape[axis]
         sizes.append((a.path, a.nbytes / ways))
     return sorted(sizes, key=lambda x: -x[1])[:count]
-
-
-def _gib(n: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f} bytes"

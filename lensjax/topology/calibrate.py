@@ -79,7 +79,7 @@ class Fit:
     def profile(self, inner: str, outer: str, system: str = "") -> Profile:
         """The profile of a kind of machine, or of one measured system of that kind."""
         if inner == "cpu":
-            return Profile("gloo", PLAIN, source="tiers as lensjax probe measures them: nothing on top")
+            return Profile("gloo", PLAIN, rendezvous=True, source="tiers as lensjax probe measures them: nothing on top")
         v = {p.name: float(np.exp(self.log(p, inner, outer, system))) for p in PARAMETERS}
         if inner == "tpu":
             keep = ("launch", "launch_outer", "ring", "ring_outer", "direct", "direct_outer")

@@ -57,6 +57,7 @@ class Design:
     def seconds(self, logs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Predicted seconds, float [rows]; `logs`: parameter -> log value of each row."""
         v = SimpleNamespace(**{name: np.exp(value) for name, value in logs.items()})
+        v.rendezvous = False
         v.ring, v.direct = v.ring * v.subset_ring, v.direct * v.subset_direct
         v.ring_outer, v.direct_outer = v.ring_outer * v.subset_ring, v.direct_outer * v.subset_direct
         middle = np.minimum(v.middle, 1.0)
@@ -117,7 +118,7 @@ def _stack(found: list[Terms | None]) -> tuple[Terms, np.ndarray]:
     """One Terms over all rows (a row's slowest way of lying), and where there is one."""
     applies = np.array([t is not None for t in found])
     first = next((t for t in found if t is not None), None)
-    names = ("wait_inner", "wait_outer", "inner", "outer", "peers")
+    names = ("wait_inner", "once", "wait_outer", "inner", "outer", "peers")
     values = {n: np.array([0.0 if t is None else getattr(t, n).max() for t in found]) for n in names}
     kind = first.kind if first else "ring"
     return Terms(**values, wire=np.zeros((len(found), 0)), kind=kind), applies

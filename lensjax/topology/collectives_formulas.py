@@ -42,12 +42,14 @@ class Terms:
     """One algorithm on `k` ways in which groups lie, before a library's efficiencies.
 
     `wait_inner`, `wait_outer`: float [k], seconds of latency (hops times the tiers' latencies) on the innermost tier and outside;
+    `once`: float [k], the innermost tier's latency counted once where it is used;
     `inner`, `outer`: float [k], seconds per byte of payload at the links' own rate; `wire`: float [k, tiers], bytes leaving
     a unit per byte of payload; `peers`: float [k], messages that each member sends to others one by one; `calls`: library
     calls; `kind`: which efficiency applies (ring, direct or multicast); `in_turn`: the tiers work one after the other.
     """
 
     wait_inner: np.ndarray
+    once: np.ndarray
     wait_outer: np.ndarray
     inner: np.ndarray
     outer: np.ndarray
@@ -64,7 +66,8 @@ def line(terms: Terms, profile: Profile, protocol: Protocol) -> tuple[np.ndarray
     multicast = terms.kind == "multicast"
     base = profile.multicast_base if multicast else protocol.base + profile.direct_base * (terms.kind == "direct")
     call = profile.launch + profile.launch_outer * leaves + base
-    wait = terms.wait_inner * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
+    inside = terms.once if profile.rendezvous else terms.wait_inner
+    wait = inside * profile.hop * protocol.hop_inner + terms.wait_outer * profile.hop_outer * protocol.hop_outer
     alpha = terms.calls * call + wait + terms.peers * profile.peer
     inner = terms.inner / {"ring": profile.ring, "direct": profile.direct, "multicast": profile.multicast}[terms.kind]
     outer = terms.outer / (profile.direct_outer if terms.kind == "direct" else profile.ring_outer)
@@ -140,7 +143,8 @@ def shift(cluster: Cluster, groups: Any) -> Terms:
     waits = np.where(uses, [t.latency for t in cluster.tiers], 0.0)
     outside = uses[:, 1:].any(axis=1)
     outer, wait_outer = slowness[:, 1:].max(axis=1, initial=0), waits[:, 1:].max(axis=1, initial=0)
-    rows = np.stack([np.where(outside, 0.0, waits[:, 0]), wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
+    inside = np.where(outside, 0.0, waits[:, 0])
+    rows = np.stack([inside, inside, wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
     rows = np.unique(rows, axis=0)
     return Terms(*rows.T, wire=np.zeros((len(rows), 0)), peers=np.zeros(len(rows)), kind="direct")
 
@@ -161,7 +165,8 @@ def _terms(cluster: Cluster, span: Span, hops: np.ndarray, wire: np.ndarray, pee
     together = np.sum if more.get("in_turn") else np.max
     outer = together(seconds[:, 1:], axis=1, initial=0.0)
     peers = np.zeros(len(wire)) if peers is None else peers
-    return Terms(waits[:, 0], waits[:, 1:].sum(axis=1), seconds[:, 0], outer, wire, peers, **more)
+    once = np.where(hops[:, 0] > 0, cluster.tiers[0].latency, 0.0)
+    return Terms(waits[:, 0], once, waits[:, 1:].sum(axis=1), seconds[:, 0], outer, wire, peers, **more)
 
 
 def _passes(op: str) -> int:

@@ -49,6 +49,8 @@ class Profile:
     innermost tier; `ring_outer`, `direct_outer` on the others. `multicast`: the rate of an in-switch all-reduce over the
     link's, `multicast_base` its fixed cost. `peer`: seconds per peer of an all-to-all, `direct_base` its fixed cost.
     `aware_trees`: the library takes trees by what really crosses (a tuner plug-in), not by its built-in model.
+    `rendezvous`: inside the innermost tier members meet once and copy from each other's memory (XLA's CPU collectives of one
+    process), so that its latency counts once a call.
     `shard_launch`, `shard_peer`, `shard_copy`: what an interface that packs lists of shards adds to all-gather and
     reduce-scatter: seconds per call, seconds per member, and the copy's bytes/s (infinite for none).
     """
@@ -68,6 +70,7 @@ class Profile:
     multicast_base: float = 0.0
     peer: float = 0.0
     aware_trees: bool = False
+    rendezvous: bool = False
     shard_launch: float = 0.0
     shard_peer: float = 0.0
     shard_copy: float = float("inf")

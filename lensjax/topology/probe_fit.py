@@ -18,6 +18,10 @@ from lensjax.topology.collectives import collective_time
 from lensjax.topology.probe import Level, Point
 
 
+# The fit goes by what libraries do at full rate; all-to-all and permute are judged by it (gloo's permute is slower, for one).
+_FITTED = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 @dataclasses.dataclass(frozen=True)
 class TierFit:
     """What was found for a tier. Errors are |predicted / measured - 1| over its points, outliers included."""
@@ -38,7 +42,7 @@ def fit_cluster(
     """The cluster that explains the points best, and how well it does on each tier. Raises ClusterError for too few points."""
     tiers: list[Tier] = []
     for level in found:
-        mine = [p for p in points if p.tier == level.name and not p.alone]
+        mine = [p for p in points if p.tier == level.name and not p.alone and p.op in _FITTED]
         if len(mine) < 3:
             raise ClusterError(f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes")
         tier = _fit_tier(device, tiers, level, mine)

@@ -6,5 +6,6 @@ from lensjax.verify.devices import Layout, Target, compile_only, missing, target
 from lensjax.verify.place import target_devices, target_of
 
 __all__ = [
-    "Artifact", "Layout", "Memory", "Target", "compile_for", "compile_only", "missing", "target", "target_devices", "target_of",
+    "Artifact", "Layout", "Memory", "Target", "compile_for", "compile_only", "missing", "target", "target_devices",
+    "target_of",
 ]  # fmt: skip

@@ -50,10 +50,10 @@ def compile_for(
     """Compiles a `jax.stages.Traced` (or a Lowered, which is tied to its platform) for the devices of a cluster.
 
     `order`: device id of each position in the step's flattened mesh (default: in order).
-    `backend`: "cuda", "tpu" or "cpu" instead of the cluster's own; `flags`: XLA flags, as a mapping or as written in XLA_FLAGS.
+    `backend`: "cuda", "tpu" or "cpu" instead of the cluster's own; `flags`: XLA flags, a mapping or as in XLA_FLAGS.
     `time_limit` in seconds, `memory_limit` in bytes of the child. Where the compiler is not installed and `fallback` is
     true, compiles on emulated CPU devices and says in `notes` what that does not prove.
-    Raises CompileError with what the compiler said: code "no_compiler", "flag", "timeout", "memory", "aborted" or "compile".
+    Raises CompileError with what the compiler said; its code is no_compiler, flag, timeout, memory, aborted or compile.
     """
     chip, notes = _choose(cluster, backend, fallback)
     lowered = step.lower(lowering_platforms=(chip.platform,)) if hasattr(step, "jaxpr") else step
@@ -163,7 +163,7 @@ def _wait(child: subprocess.Popen, time_limit: float, memory_limit: float | None
             used = resident_bytes(child.pid)
             if memory_limit and used > memory_limit:
                 raise CompileError(
-                    f"the compiler took {used / 2**30:.1f} GiB of memory, more than the limit of {memory_limit / 2**30:.1f}",
+                    f"the compiler took {used / 2**30:.1f} GiB of memory, the limit is {memory_limit / 2**30:.1f}",
                     hint="raise memory_limit, or scan over the layers instead of unrolling them", code="memory",
                 ) from None  # fmt: skip
             if time.monotonic() > end:
@@ -192,7 +192,7 @@ def _failure(folder: Path, status: int, said: str) -> CompileError:
     last = "\n".join(said.strip().splitlines()[-15:])
     return CompileError(
         f"the compiler ended with status {status} and said:\n{last}",
-        hint="the process of the compiler died; yours did not. A smaller program that still does this is worth reporting to XLA",
+        hint="a smaller program that still does this is worth reporting to XLA",
         code="aborted",
     )
 

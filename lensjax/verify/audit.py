@@ -14,7 +14,7 @@ from lensjax.verify.memory import Peak, peak
 from lensjax.verify.prices import Priced
 from lensjax.verify.rules import findings
 from lensjax.verify.timeline import Timeline, timeline
-from lensjax.verify.traffic import Traffic, Wires, traffic
+from lensjax.verify.traffic import Traffic, traffic
 
 if TYPE_CHECKING:
     from lensjax.topology.cluster import Cluster
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Audit:
-    """A compiled step, read. `unknown`: what the parser did not understand, one sentence each; `notes`: what the compile
-    does not prove. `timeline` is None without a cluster.
+    """A compiled step, read. `unknown`: what the parser did not understand, one sentence each; `notes`: what the
+    compile does not prove. `timeline` is None without a cluster.
     """
 
     artifact: Artifact
@@ -49,8 +49,8 @@ def audit(
     """Reads a compiled step. `mesh`: axis -> size; `order`: device id of each mesh position; `facts`: see `facts`."""
     module = parse_hlo(artifact.hlo)
     found = collectives(module)
-    flow = traffic(found.collectives, Wires(module.devices, cluster, order), mesh)
     priced = Priced(cluster, module.devices, order) if cluster is not None else None
+    flow = traffic(found.collectives, mesh, priced.bytes if priced else None)
     line = timeline(module, found, cluster.device, priced.price()) if cluster is not None and priced else None
     case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
     notes = artifact.notes + ((f"batch not followed: {facts.reason}",) if facts is not None and facts.reason else ())

@@ -1,4 +1,4 @@
-"""Compiled artefacts on disk, by content: the same program for the same devices, flags and versions is compiled once."""
+"""Compiled artefacts on disk, by content: one program for the same devices, flags and versions is compiled once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def key(module: bytes, request: dict[str, Any], parts: Sequence[str] = ()) -> str:
-    """Content hash of a compile: the module (which holds program and plan), the request, more text, and all versions."""
+    """Content hash of a compile: the module (program and plan are in it), the request, more text, all versions."""
     digest = hashlib.sha256(module)
     for text in (json.dumps(request, sort_keys=True), json.dumps(versions(), sort_keys=True), str(FORMAT), *parts):
         digest.update(b"\0" + text.encode())

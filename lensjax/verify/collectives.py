@@ -1,4 +1,4 @@
-"""Every collective of a compiled step: what kind, among whom, how many bytes of which type, how often, from which line."""
+"""Every collective of a compiled step: its kind, among whom, bytes and type, how often, from which line."""
 
 from __future__ import annotations
 

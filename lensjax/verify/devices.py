@@ -16,9 +16,9 @@ from typing import Any
 from lensjax import _jax
 from lensjax._errors import ClusterError, CompileError, UnsupportedJax
 
-# No GPU to tune on: without the first two XLA times kernels on a device. They choose kernels; buffers and collectives stay.
-# The machine code is thrown away, so it need not be good: the last two halve the time of a compile and leave the HLO and
-# its buffers as they are (a test compares).
+# No GPU to tune on: without the first two XLA times kernels on a device. They choose kernels, not collectives.
+# The machine code is thrown away, so it need not be good: the last two save a third of the time of a compile and leave
+# the HLO and its buffers as they are (a test compares).
 GPU_OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,

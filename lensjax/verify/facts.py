@@ -1,7 +1,7 @@
 """What the partitioner decided about a step, and what the step's arguments are: the ground that findings stand on.
 
-The step is lowered once as it is and once with twice the batch. Both give the same program, so the dimensions that differ
-are the batch (research: two-point tracing); Shardy says which mesh axes split every dimension of every value.
+The step is lowered once as it is and once with twice the batch. Both give the same program, so the dimensions that
+differ are the batch; Shardy says which mesh axes split every dimension of every value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from lensjax import _jax
-from lensjax._errors import LensjaxError
+from lensjax._errors import BatchError, LensjaxError
 from lensjax.partition import Body, Node, Partitioned, Value, partition
 from lensjax.program.program import Program, analyze
 
@@ -86,7 +86,7 @@ def facts(step: Any, args: tuple[Any, ...], platform: str = "cuda") -> Facts:
     kept = _jax.lowered_arguments(lowered)
     donated = frozenset(i for i, a in enumerate(jax.tree.leaves(lowered.args_info)) if getattr(a, "donated", False))
     try:
-        program = analyze(step, args)
+        program = _program(step, args)
         axes = _leaf_axes(program)
         other = _at_twice(step, args, axes, platform)
         batch, reason = _differing(parts, other)
@@ -98,8 +98,19 @@ def facts(step: Any, args: tuple[Any, ...], platform: str = "cuda") -> Facts:
     return Facts(parts, program, kept, batch, data, donated, reason)
 
 
+def _program(step: Any, args: tuple[Any, ...]) -> Program:
+    """The step's program. Where several groups of arguments could be the batch (an evaluation step, whose parameters do
+    not come back), what follows the first argument is."""
+    try:
+        return analyze(step, args)
+    except BatchError:
+        if len(args) < 2:
+            raise
+        return analyze(step, args, batch_argnums=range(1, len(args)))
+
+
 def _leaf_axes(program: Program) -> dict[int, int]:
-    """Flattened argument -> batch dimension. The program counts arrays only, the flattened arguments are arrays here."""
+    """Flattened argument -> batch dimension (the program counts arrays only)."""
     dynamic = [i for i, d in enumerate(program.call.dynamic) if d]
     return {dynamic[i]: axis for i, axis in program.batch.axes.items()}
 
@@ -116,15 +127,35 @@ def _at_twice(step: Any, args: tuple[Any, ...], axes: Mapping[int, int], platfor
 
 
 def _differing(one: Partitioned, two: Partitioned) -> tuple[dict[int, tuple[int, ...]], str]:
-    if len(one.values) != len(two.values):
-        return {}, "the partitioner makes another program of twice the batch"
+    """(dimensions in which each value differs, "") of two programs of the same structure; ({}, why not) else."""
     found: dict[int, tuple[int, ...]] = {}
-    for i, (a, b) in enumerate(zip(one.values, two.values)):
-        if len(a.shape) != len(b.shape):
-            return {}, "the partitioner makes another program of twice the batch"
-        if dims := tuple(d for d in range(len(a.shape)) if a.shape[d] != b.shape[d]):
-            found[i] = dims
+    try:
+        _compare(one.body, two.body, one, two, found)
+    except _Mismatch as e:
+        return {}, f"twice the batch gives another program: {e}"
     return found, ""
+
+
+class _Mismatch(Exception):
+    pass
+
+
+def _compare(a: Body, b: Body, one: Partitioned, two: Partitioned, found: dict[int, tuple[int, ...]]) -> None:
+    if len(a.nodes) != len(b.nodes):
+        raise _Mismatch(f"{len(a.nodes)} operations became {len(b.nodes)}")
+    pairs = list(zip(a.arguments, b.arguments))
+    for x, y in zip(a.nodes, b.nodes):
+        if x.name != y.name:
+            raise _Mismatch(f"{x.name} became {y.name} ({x.source})")
+        pairs += [*zip(x.inputs, y.inputs), *zip(x.outputs, y.outputs)]
+        for inner, other in zip(x.bodies, y.bodies):
+            _compare(inner, other, one, two, found)
+    for i, j in pairs:
+        s, t = one.values[i].shape, two.values[j].shape
+        if len(s) != len(t):
+            raise _Mismatch(f"a value of rank {len(s)} became one of rank {len(t)}")
+        if dims := tuple(d for d in range(len(s)) if s[d] != t[d]):
+            found[i] = dims
 
 
 def _data_axes(parts: Partitioned, kept: tuple[int, ...], axes: Mapping[int, int]) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lensjax.verify.artifact import Artifact
-from lensjax.verify.collectives import Collective, Found
+from lensjax.verify.collectives import Found
 from lensjax.verify.hlo import Module
-from lensjax.verify.traffic import Traffic, sent_bytes
+from lensjax.verify.traffic import Traffic
 
 if TYPE_CHECKING:
     from lensjax.topology.cluster import Cluster
@@ -57,16 +57,11 @@ class Case:
     @property
     def total_sent(self) -> float:
         """Bytes that a device sends per step."""
-        return sum(step_bytes(c) for c in self.found.collectives)
+        return self.traffic.total
 
     @property
     def peak(self) -> int:
         return max(self.artifact.memory.peak, 1)
-
-
-def step_bytes(c: Collective) -> float:
-    """Bytes that a device sends per step in one collective."""
-    return c.trips * sent_bytes(c.kind, c.payload, c.members)
 
 
 def size(value: float) -> str:

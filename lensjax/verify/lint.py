@@ -31,8 +31,8 @@ def lint(
     """Compiles `step(*args)` for a cluster and says what is wrong with its sharding.
 
     `step`: a function under `jax.jit` (a plain one is jitted, which donates nothing). `args`: arrays or
-    `jax.ShapeDtypeStruct`s, whose NamedShardings count; their mesh may be of emulated devices or abstract, and its device
-    order is taken for that of the cluster. `cluster`: default as many nodes of 8 H100 as the mesh fills.
+    `jax.ShapeDtypeStruct`s, whose NamedShardings count; their mesh may be of emulated devices or abstract, and its
+    device order is taken for that of the cluster. `cluster`: default as many nodes of 8 H100 as the mesh fills.
     Raises UsageError when no argument is sharded, CompileError as `compile_for`.
     """
     step = step if hasattr(step, "trace") else jax.jit(step)

@@ -23,7 +23,7 @@ _RANGE = re.compile(r"^\s+(\S+?)(\{[\d,]*\})?:(\d+)-(\d+)\s*$")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One buffer alive at the peak. `kind`: argument, output, temporary or constant; `what`: JAX's name of its origin."""
+    """A buffer alive at the peak. `kind`: argument, output, temporary or constant; `what`: JAX's name of its origin."""
 
     name: str
     bytes: int
@@ -125,7 +125,7 @@ def _densest(values: list[_Value], ranges: Mapping[str, tuple[int, int]], length
 
 
 def _distinct(values: Iterable[_Value]) -> list[_Value]:
-    """One value for each place in memory: a loop's carry is several values in one place. The longest-lived name is first."""
+    """One value for each place in memory: a loop's carry is several values in one place."""
     found: dict[tuple[int, int], _Value] = {}
     for value in values:
         place = (value.allocation, value.offset)

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 
 from lensjax.verify.finding import Case
 from lensjax.verify.prices import Priced
+from lensjax.verify.traffic import traffic
 
 _LIMIT = 24  # orders tried: all of four axes
 
 
-def best_order(case: Case) -> tuple[float, float, tuple[str, ...]]:
-    """(seconds of all collectives now, with the best nesting of mesh axes, that nesting, outermost first).
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Mesh axes from the outermost to the innermost; seconds of a step's collectives; bytes that leave a node."""
+
+    nesting: tuple[str, ...]
+    seconds: float
+    outside: float
+
+
+def orders(case: Case) -> tuple[Order, Order]:
+    """(the order of devices as it is, the fastest of the nestings of the mesh's axes).
 
     A compiled step names positions in the mesh; which device sits at a position is free.
     """
     sizes = case.mesh
     axes = [a for a, n in sizes.items() if n > 1]
-    now = _seconds(case, case.priced)
-    best, order = now, tuple(axes)
+    now = best = _order(case, tuple(axes), case.priced)
     for nesting in itertools.islice(itertools.permutations(axes), _LIMIT):
         ids = _ids(sizes, nesting)
-        took = _seconds(case, Priced(case.cluster, len(ids), ids))
-        if took < best * 0.999:
-            best, order = took, nesting
-    return now, best, order
+        other = _order(case, nesting, Priced(case.cluster, len(ids), ids))
+        if other.seconds < best.seconds * 0.999:
+            best = other
+    return now, best
 
 
 def _ids(sizes: dict[str, int], nesting: tuple[str, ...]) -> list[int]:
@@ -37,5 +47,7 @@ def _ids(sizes: dict[str, int], nesting: tuple[str, ...]) -> list[int]:
     return ids.transpose([outer.index(a) for a in names]).ravel().tolist()
 
 
-def _seconds(case: Case, priced: Priced) -> float:
-    return sum(c.trips * priced.seconds(c) for c in case.found.collectives)
+def _order(case: Case, nesting: tuple[str, ...], priced: Priced) -> Order:
+    took = sum(c.trips * priced.seconds(c) for c in case.found.collectives)
+    flow = traffic(case.found.collectives, case.mesh, priced.bytes)
+    return Order(nesting, took, flow.outside(case.cluster.tiers[0].name))

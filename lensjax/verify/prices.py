@@ -45,7 +45,8 @@ class Priced:
         key = (c.kind == "collective-permute", c.groups.shape, c.groups.tobytes())
         if key not in self._spans:
             ids = self.ids[c.groups]
-            self._spans[key] = ids if key[0] else span(self.cluster, ids)
+            # A permute keeps its pairs, without what stays on its device; everything else is analysed once.
+            self._spans[key] = ids[ids[:, 0] != ids[:, 1]] if key[0] else span(self.cluster, ids)
         return self._spans[key]
 
     def seconds(self, c: Collective) -> float:

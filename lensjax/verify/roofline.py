@@ -1,4 +1,4 @@
-"""Seconds of one instruction on one device: the larger of arithmetic and memory traffic, and the gap between kernels."""
+"""Seconds of one instruction on one device: the larger of arithmetic and memory traffic, and a gap between kernels."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def seconds(work: Work, device: Device, efficiency: Efficiency) -> float:
 
 
 def rate(device: Device, dtype: str) -> float:
-    """FLOP/s that a large matmul of an HLO type reaches. float32 runs as tensorfloat32 where the device has it and XLA's
-    default precision allows it, as JAX does on NVIDIA GPUs from Ampere on."""
+    """FLOP/s that a large matmul of an HLO type reaches. float32 runs as tensorfloat32 where the device has it: JAX's
+    default precision allows that on NVIDIA GPUs from Ampere on."""
     name = DTYPES.get(dtype, "float32")
     if name == "float32" and "tensorfloat32" in device.peak:
         name = "tensorfloat32"

@@ -1,9 +1,9 @@
-"""When everything runs: a walk over the compiled schedule of one device, compute on one stream, each tier's links on another.
+"""When everything runs: a walk over the compiled schedule of one device, compute on one stream, each tier on another.
 
-The instructions of a computation run in the order of the schedule. Compute follows compute; a collective begins when it is
-issued and when the links that it uses are free, and compute waits for it at its `-done` (at once for one without). Two that
-share a tier run one after the other: that takes as long as sharing its bandwidth would. Nothing crosses the edge of a loop
-body (HLO has no such pair), so a body is walked once and repeated.
+The instructions of a computation run in the order of the schedule. Compute follows compute; a collective begins when it
+is issued and when the links that it uses are free, and compute waits for it at its `-done` (at once for one without).
+Two that share a tier run one after the other: that takes as long as sharing its bandwidth would. Nothing crosses the
+edge of a loop body (HLO has no such pair), so a body is walked once and repeated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Block:
     exposed: Mapping[str, float]
 
     def flat(self, start: float = 0.0, limit: int = 200_000) -> Iterator[tuple[float, Event]]:
-        """(time, event) of every run of everything, up to about `limit` events; of a loop beyond that the first runs."""
+        """(time, event) of every run of everything, up to about `limit` events; of a longer loop the first runs."""
         yield from ((start + e.start, e) for e in self.events)
         for at, block, times in self.inner:
             size = block.size
@@ -95,9 +95,14 @@ class Timeline:
 
 
 def timeline(
-    module: Module, found: Found, device: Device, price: Price, efficiency: Efficiency | None = None, overlap: bool = True
+    module: Module,
+    found: Found,
+    device: Device,
+    price: Price,
+    efficiency: Efficiency | None = None,
+    overlap: bool = True,
 ) -> Timeline:
-    """Walks the schedule of a module. `overlap=False` runs every collective where it is issued, with nothing beside it."""
+    """Walks the schedule of a module. `overlap=False` runs every collective where it is issued, alone."""
     walk = _Walk(module, found, device, price, efficiency or Efficiency(), overlap)
     block = walk.block(module.entry_name)
     notes = () if module.scheduled else ("the module is not scheduled: the order of its text is taken as the schedule",)

@@ -22,7 +22,13 @@ def trace_events(line: Timeline, name: str = "step") -> dict[str, Any]:
     events: list[dict[str, Any]] = [_meta("process_name", 0, name)]
     events += [_meta("thread_name", n, s if s == COMPUTE else f"links: {s}") for s, n in number.items()]
     for start, event in sorted(line.block.flat(limit=LIMIT), key=lambda p: p[0]):
-        facts = {"from": event.what, "line": event.line, "flops": event.flops, "bytes": event.bytes, "waited_us": event.waited * 1e6}
+        facts = {
+            "from": event.what,
+            "line": event.line,
+            "flops": event.flops,
+            "bytes": event.bytes,
+            "waited_us": event.waited * 1e6,
+        }
         events.append(
             {
                 "ph": "X", "pid": 0, "tid": number[event.stream], "name": event.name, "cat": event.stream,

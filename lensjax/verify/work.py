@@ -1,8 +1,8 @@
 """What one instruction of compiled HLO costs a device: floating-point operations and bytes of device memory.
 
-Formulas follow XLA's HloCostAnalysis (xla/service/hlo_cost_analysis.cc): a dot is 2 x result x contracted, a convolution
-counts the positions where kernel and input really meet (TPU writes matmuls as convolutions, so that matters), a fusion
-reads its operands and writes its result, except that slices and in-place updates touch only the slice.
+Formulas follow XLA's HloCostAnalysis (xla/service/hlo_cost_analysis.cc): a dot is 2 x result x contracted, a
+convolution counts the positions where kernel and input really meet (TPU writes matmuls as convolutions, so that
+matters), a fusion reads its operands and writes its result, except that slices and updates in place touch only a part.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lensjax.verify.hlo import Computation, Instruction, Module, Shape
 
 # They name or re-interpret a buffer; nothing runs.
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier optimization-barrier "
-    "add-dependency domain get-dimension-size".split()
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier "
+    "optimization-barrier add-dependency domain get-dimension-size".split()
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -138,7 +138,11 @@ def _window(text: str) -> dict[str, list[str]]:
 def _positions(size: int, kernel: int, out: int, fields: tuple[tuple[str, str], ...]) -> int:
     """Pairs (output, kernel) of positions along one spatial dimension that meet an element of the input."""
     get = dict(fields)
-    stride, dilation, hole = int(get.get("stride", "1")), int(get.get("rhs_dilate", "1")), int(get.get("lhs_dilate", "1"))
+    stride, dilation, hole = (
+        int(get.get("stride", "1")),
+        int(get.get("rhs_dilate", "1")),
+        int(get.get("lhs_dilate", "1")),
+    )
     low = int(get["pad"].split("_")[0]) if "pad" in get and "_" in get["pad"] else 0
     if kernel * out > 4_000_000:
         return min(kernel * out, kernel * size)

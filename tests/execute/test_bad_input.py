@@ -1,4 +1,5 @@
-"""Bad input gets an error that says what was found, what was expected and what to do, and nothing of the user's is lost."""
+"""Bad input gets an error that says what was found, what was expected and what to do, and nothing of the user's is
+lost."""
 
 import dataclasses
 import json
@@ -147,7 +148,7 @@ def test_a_plan_file_replays(tmp_path):
 
 def test_a_plan_file_for_another_program(tmp_path):
     train = lensjax.parallelize(step, plan=str(planned(tmp_path)))
-    with pytest.raises(PlanError, match="field 'provenance.program' of the plan is"):
+    with pytest.raises(PlanError, match=r"field 'provenance\.program' of the plan is"):
         train(create(width=32), batch())
 
 
@@ -169,7 +170,7 @@ def test_a_plan_file_that_is_not_there(tmp_path):
 
 
 def test_a_cluster_of_another_size_than_the_devices():
-    with pytest.raises(PlanError, match="the plan is for 4 devices .* JAX sees 8"):
+    with pytest.raises(PlanError, match=r"the plan is for 4 devices .* JAX sees 8"):
         lensjax.parallelize(step, plan="dp", cluster="cpu:4")(create(), batch())
 
 
@@ -207,7 +208,7 @@ def test_nothing_fits_says_what_binds_and_the_nearest():
     train = lensjax.parallelize(step, memory=1000)
     with pytest.raises(DoesNotFit) as e:
         train.plan_for(jax.eval_shape(create), batch())
-    for part in ("nothing fits 1000 bytes per device", "The nearest plan is", "too much", "state/params/hidden"):
+    for part in ("nothing fits 1000 B per device", "The nearest plan is", "too much", "state/params/hidden"):
         assert part in str(e.value)
 
 

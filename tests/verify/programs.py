@@ -1,7 +1,7 @@
 """Hand-sharded training steps, as people write them without a planner: a small decoder under the usual schemes.
 
-One model, three ways to write it (scanned, unrolled, NNX) and two sets of names. A `Scheme` says how it is sharded; faults
-(`faults.py`) are schemes with one thing wrong.
+One model, three ways to write it (scanned, unrolled, NNX) and two sets of names. A `Scheme` says how it is sharded;
+faults (`faults.py`) are schemes with one thing wrong.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Scheme:
     logits: Callable[..., Any] | None = None
     gradients: Callable[..., Any] | None = None
     batch_spec: Callable[..., Any] | None = None
-    table: bool = True  # the table's use is pinned to one sharded dimension
     shapes: Any = None  # other sizes of weights
     devices: Callable[[np.ndarray], np.ndarray] | None = None
     sequence: bool = False  # activations between layers split along the sequence as well
     steps: int = 1  # micro-batches
+    unroll: int = 1  # layers in one body of the scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +154,7 @@ def block(wr: Writer, get: Callable[[str], Any], x: Any) -> Any:
 
 def ends(wr: Writer, get: Callable[[str], Any], tokens: Any, layers: Callable[[Any], Any]) -> Any:
     """Embedding, layers, loss."""
-    table = wr.weight("embed", get("embed"))
-    if wr.s.pin and wr.s.table:
-        table = wr.put(table, None, None)
-    x = wr.act(table[tokens])
+    x = wr.act(wr.weight("embed", get("embed"))[tokens])
     x = norm(layers(x), get("norm"))
     logits = jnp.einsum("bsd,dv->bsv", x, wr.weight("head", get("head")))
     logits = wr.put(logits, wr.data, None, wr.model if wr.s.tensor else None) if wr.s.pin else logits
@@ -167,6 +164,10 @@ def ends(wr: Writer, get: Callable[[str], Any], tokens: Any, layers: Callable[[A
     labels = jnp.roll(tokens, -1, axis=1)
     hot = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1))
+
+
+def _scan(wr: Writer, body: Callable, x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (body(x, w), None), x, weights, unroll=wr.s.unroll)[0]
 
 
 def _remat(wr: Writer, f: Callable) -> Callable:
@@ -180,6 +181,80 @@ def _abstract(wr: Writer, shape: tuple[int, ...], spec: P, dtype: Any = jnp.floa
 def _batch(wr: Writer) -> Any:
     spec = wr.s.batch_spec(wr) if wr.s.batch_spec else P(wr.data, None)
     return _abstract(wr, (BATCH, SEQ), spec, jnp.int32)
+
+
+def mixture() -> Program:
+    """A layer of experts, one or more on each device of the data axis: tokens travel to them and back."""
+    wr = Writer(Scheme(shape=(8, 1)), PLAIN, ("data", "model"))
+    tx = optax.sgd(1e-2, momentum=0.9)
+    experts, capacity = 8, 64
+
+    def loss(params, tokens):
+        x = wr.act(jax.nn.one_hot(tokens, WIDTH, dtype=jnp.bfloat16))
+        gate = jax.nn.softmax(jnp.einsum("bsd,de->bse", x, params["router"].astype(jnp.bfloat16)))
+        choice = jnp.argmax(gate, axis=-1)
+        place = jnp.cumsum(jax.nn.one_hot(choice, experts, dtype=jnp.int32), axis=1) - 1
+        place = jnp.take_along_axis(place, choice[..., None], axis=-1)[..., 0]
+        hot = jax.nn.one_hot(choice, experts, dtype=jnp.bfloat16)[..., None]
+        send = hot * jax.nn.one_hot(place, capacity, dtype=jnp.bfloat16)[:, :, None, :]
+        sent = wr.put(jnp.einsum("bsec,bsd->ebcd", send, x), wr.data, None, None, None)
+        h = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", sent, params["up"].astype(jnp.bfloat16)))
+        back = wr.put(jnp.einsum("ebcf,efd->ebcd", h, params["down"].astype(jnp.bfloat16)), wr.data, None, None, None)
+        back = wr.put(back, None, wr.data, None, None)
+        y = jnp.einsum("ebcd,bsec->bsd", back, send)
+        return jnp.mean(wr.act(y).astype(jnp.float32) ** 2)
+
+    def step(state, tokens):
+        value, grads = jax.value_and_grad(loss)(state["params"], tokens)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    params = {
+        "router": _abstract(wr, (WIDTH, experts), P()),
+        "up": _abstract(wr, (experts, WIDTH, MLP), P("data")),
+        "down": _abstract(wr, (experts, MLP, WIDTH), P("data")),
+    }
+    return _finish(wr, step, {"params": params, "opt": _moments(wr, tx, params)}, _batch(wr))
+
+
+def convolutions() -> Program:
+    """A small convolutional classifier under data parallelism."""
+    wr = Writer(Scheme(shape=(8, 1)), PLAIN, ("data", "model"))
+    tx = optax.sgd(1e-2, momentum=0.9)
+
+    def loss(params, images):
+        x = images
+        for name in ("one", "two"):
+            x = jax.lax.conv_general_dilated(
+                x, params[name], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = jax.nn.relu(x)
+        return jnp.mean((x.mean((1, 2)) @ params["out"]) ** 2)
+
+    def step(state, images):
+        value, grads = jax.value_and_grad(loss)(state["params"], images)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    shapes = {"one": (3, 3, 16, 32), "two": (3, 3, 32, 64), "out": (64, 10)}
+    params = {n: _abstract(wr, s, P()) for n, s in shapes.items()}
+    images = _abstract(wr, (64, 32, 32, 16), P("data"))
+    return _finish(wr, step, {"params": params, "opt": _moments(wr, tx, params)}, images)
+
+
+def forward() -> Program:
+    """An evaluation step: no state comes back, nothing is donated."""
+    wr = Writer(Scheme(), PLAIN, ("data", "model"))
+
+    def evaluate(params, tokens):
+        def layers(x):
+            return jax.lax.scan(lambda x, w: (block(wr, w.__getitem__, x), None), x, params["layers"])[0]
+
+        return ends(wr, params.__getitem__, tokens, layers)
+
+    params = {n: _abstract(wr, wr.shapes[n], wr.spec(n), jnp.bfloat16) for n in ("embed", "head", "norm")}
+    params["layers"] = {n: _abstract(wr, (SCANNED, *wr.shapes[n]), P(None, *wr.spec(n)), jnp.bfloat16) for n in BLOCK}
+    return Program(jax.jit(evaluate), (params, _batch(wr)), wr.mesh)
 
 
 def _finish(wr: Writer, step: Callable, state: Any, tokens: Any) -> Program:
@@ -201,7 +276,7 @@ def plain(scheme: Scheme, *, scan: bool = True, names: dict[str, str] = PLAIN, a
         def layers(x):
             body = _remat(wr, lambda x, w: block(wr, lambda n: w[names[n]], x))
             if scan:
-                return jax.lax.scan(lambda x, w: (body(x, w), None), x, stack)[0]
+                return jax.lax.scan(lambda x, w: (body(x, w), None), x, stack, unroll=wr.s.unroll)[0]
             for i in range(UNROLLED):
                 x = body(x, {k: v[i] for k, v in stack.items()})
             return x
@@ -251,25 +326,26 @@ def _moments(wr: Writer, tx: Any, params: Any) -> Any:
 
 
 class _Block(nnx.Module):
-    def __init__(self, wr: Writer, names: dict[str, str]):
+    def __init__(self, wr: Writer, names: dict[str, str], stacked: tuple[int, ...] = ()):
         for n in BLOCK:
-            setattr(self, names[n], nnx.Param(jnp.zeros(wr.shapes[n])))
+            setattr(self, names[n], nnx.Param(jnp.zeros((*stacked, *wr.shapes[n]))))
 
 
 class _Decoder(nnx.Module):
-    def __init__(self, wr: Writer, names: dict[str, str]):
+    def __init__(self, wr: Writer, names: dict[str, str], scan: bool):
         for n in ("embed", "head", "norm"):
             setattr(self, names[n], nnx.Param(jnp.zeros(wr.shapes[n])))
-        self.layers = nnx.List([_Block(wr, names) for _ in range(UNROLLED)])
+        stacks = [(SCANNED,)] if scan else [()] * UNROLLED
+        self.layers = nnx.List([_Block(wr, names, stack) for stack in stacks])
 
 
-def in_nnx(scheme: Scheme, *, names: dict[str, str] = PLAIN, axes=("data", "model")) -> Program:
-    """The same step with Flax NNX modules and optimizer, layers unrolled."""
+def in_nnx(scheme: Scheme, *, scan: bool = False, names: dict[str, str] = PLAIN, axes=("data", "model")) -> Program:
+    """The same step with Flax NNX modules and optimizer; layers unrolled, or one module of stacked weights scanned."""
     wr = Writer(scheme, names, axes)
     back = {v: k for k, v in names.items()}
 
     def make():
-        model = _Decoder(wr, names)
+        model = _Decoder(wr, names, scan)
         return nnx.split((model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)))
 
     graph, state = nnx.eval_shape(make)
@@ -280,7 +356,10 @@ def in_nnx(scheme: Scheme, *, names: dict[str, str] = PLAIN, axes=("data", "mode
                 weights = {n: getattr(layer, names[n])[...] for n in BLOCK}
                 if wr.s.stack:
                     weights = {k: wr.s.stack(wr, k, v) for k, v in weights.items()}
-                x = _remat(wr, lambda x, w: block(wr, w.__getitem__, x))(x, weights)
+                body = _remat(wr, lambda x, w: block(wr, w.__getitem__, x))
+                if scan:
+                    return _scan(wr, body, x, weights)
+                x = body(x, weights)
             return x
 
         return ends(wr, lambda n: getattr(model, names[n])[...], tokens, layers)
@@ -295,8 +374,17 @@ def in_nnx(scheme: Scheme, *, names: dict[str, str] = PLAIN, axes=("data", "mode
 
     def placed(path, x):
         words = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
-        name = next((back[w] for w in reversed(words) if w in back and x.shape == wr.shapes[back[w]]), None)
+        name = next(
+            (
+                back[w]
+                for w in reversed(words)
+                if w in back and x.shape[-len(wr.shapes[back[w]]) :] == wr.shapes[back[w]]
+            ),
+            None,
+        )
         spec = wr.spec(name) if name else P()
+        if name and len(x.shape) > len(wr.shapes[name]):
+            spec = P(None, *spec)
         if name and wr.s.moments and ("mu" in words or "nu" in words or "opt_state" in words):
             spec = wr.s.moments(name, spec)
         return _abstract(wr, x.shape, spec, x.dtype)

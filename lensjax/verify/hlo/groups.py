@@ -84,7 +84,7 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 
 def _split_sub_axes(axes: list[tuple[str, int]], picked: list[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
-    """Dimensions with every picked sub-axis `'a':(pre)size` as one of its own, and which of them are picked, in order."""
+    """Dimensions with every picked sub-axis `'a':(pre)size` as one of its own, and which are picked, in order."""
     dims: list[int] = []
     where: dict[tuple[str, str, str], int] = {}
     for name, size in axes:

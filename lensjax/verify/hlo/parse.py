@@ -1,4 +1,4 @@
-"""HLO text to data. Reads what XLA of jax 0.10 to 0.12 prints; what it cannot read it keeps and counts, never guesses."""
+"""HLO text to data, as XLA of jax 0.10 to 0.12 prints it. What cannot be read is kept and counted, never guessed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_hlo(text: str) -> Module:
         raise NotHlo("no ENTRY computation in this text", hint="pass the text of compiled.as_text(), whole")
     partitions, replicas = _count(header, "num_partitions"), _count(header, "replica_count")
     return Module(
-        name=(header.split() + ["", "", ""])[1].rstrip(","),
+        name=[*header.split(), "", ""][1].rstrip(","),
         computations=computations,
         entry_name=entry,
         devices=partitions * replicas,

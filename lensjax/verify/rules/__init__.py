@@ -13,8 +13,9 @@ from lensjax.verify.rules.state import left_replicated, not_donated, optimizer_r
 from lensjax.verify.rules.wire import reduce_then_slice, wide_wire
 
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    batch_lost, repeated_work, padding, gathered_whole, gather_hoisted, gathered_twice, resharded, axis_order, wide_wire,
-    reduce_then_slice, not_donated, optimizer_replicated, left_replicated, near_full, remat_undone, involuntary,
+    batch_lost, repeated_work, padding, gathered_whole, gather_hoisted, gathered_twice, resharded, axis_order,
+    wide_wire, reduce_then_slice, not_donated, optimizer_replicated, left_replicated, near_full, remat_undone,
+    involuntary,
 )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ def batch_lost(case: Case) -> Iterator[Finding]:
     yield Finding(
         "batch_lost", "error" if wasted > 0.2 * total else "warning", where, extra + moved,
         f"the batch is no longer split along {_names(axes)} here: {wasted / total:.0%} of the arithmetic runs on "
-        f"activations {times}x as large as they need be; on each device they take {size(extra)} more memory in the "
-        f"largest layer's residuals and {size(moved)} of traffic per step along {_names(axes)}",
+        f"activations {times}x as large as they need be; on each device they take about {size(extra)} more memory "
+        f"(what is kept from forward to backward) and {size(moved)} of traffic per step along {_names(axes)}",
         "pin the activations at layer boundaries: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, "
         f"P({', '.join(map(repr, facts.data))}, ...)))",
     )  # fmt: skip
@@ -116,8 +116,8 @@ def repeated_work(case: Case) -> Iterator[Finding]:
         whole = facts.parts.values[max(worst.inputs, key=lambda v: facts.parts.values[v].bytes)]
         yield Finding(
             "repeated_work", "error" if wasted > 0.3 * total else "warning", worst.source, _bytes(whole),
-            f"{wasted / total:.0%} of the arithmetic of each device is the same on all {devices} devices along {axis!r}: "
-            f"nothing in this matmul is split along it",
+            f"{wasted / total:.0%} of the arithmetic of each device is the same on all {devices} devices along "
+            f"{axis!r}: nothing in this matmul is split along it",
             f"split a dimension of the weights along {axis!r} here, or give the axis to the batch",
         )  # fmt: skip
 

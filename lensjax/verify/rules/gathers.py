@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from lensjax.partition import Body, Node
 from lensjax.verify.collectives import Collective
 from lensjax.verify.facts import Facts
-from lensjax.verify.finding import SMALL, Case, Finding, size, step_bytes
+from lensjax.verify.finding import SMALL, Case, Finding, size
 from lensjax.verify.hlo import Computation, Instruction, Module
 from lensjax.verify.hlo.shapes import total_bytes
 from lensjax.verify.lines import where
-from lensjax.verify.traffic import mesh_axes
+from lensjax.verify.traffic import mesh_axes, step_bytes
 
 _MATMULS = ("stablehlo.dot_general", "stablehlo.convolution")
 # They keep an array's elements: what comes out is still the parameter.
 _SAME = frozenset(
-    f"stablehlo.{n}" for n in "convert reshape transpose slice dynamic_slice broadcast_in_dim optimization_barrier".split()
+    f"stablehlo.{n}"
+    for n in "convert reshape transpose slice dynamic_slice broadcast_in_dim optimization_barrier".split()
 ) | {"all_slice", "all_gather", "sdy.sharding_constraint", "stablehlo.custom_call"}
 _ENDS = ("stablehlo.reduce", "all_slice", "stablehlo.gather", "stablehlo.reduce_window")
 
@@ -54,13 +55,14 @@ def _whole(node: Node, sent: float, held: float, what: str, along: set[str], hin
     axes = " and ".join(repr(a) for a in sorted(along))
     return Finding(
         "gathered_whole", "warning", node.source, sent,
-        f"{what} is gathered whole along {axes}: {size(sent)} on the wire per step and {size(held)} of memory on each device",
+        f"{what} is gathered whole along {axes}: {size(sent)} on the wire per step and {size(held)} of memory on each "
+        "device",
         hint + ", for example jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(...)))",
     )  # fmt: skip
 
 
 def _compiled(case: Case, node: Node) -> bool:
-    """True when the compiled program has such a gather from the same line too: the partitioner's word alone is a guess."""
+    """True when the compiled program has such a gather from that line: the partitioner's word alone is a guess."""
     along = {a.partition(":")[0] for a in node.axes}
     for c in case.found.collectives:
         if c.kind in ("all-gather", "all-to-all", "all-reduce") and set(mesh_axes(c.groups, case.mesh)) & along:
@@ -137,26 +139,30 @@ def gather_hoisted(case: Case) -> Iterator[Finding]:
     if worst is not None and total > SMALL * case.peak:
         yield Finding(
             "gather_hoisted", "warning", where(worst.stack), total,
-            f"the weights of all layers are gathered at once before the loop over the layers: {size(total)} of memory on "
-            "each device where one layer's would do",
+            f"the weights of all layers are gathered at once before the loop over the layers: {size(total)} of memory "
+            "on each device where one layer's would do",
             "gather (or constrain) each layer's weights inside the loop's body",
         )  # fmt: skip
 
 
 def reaches_loop(computation: Computation, start: Instruction) -> bool:
     """True when a value goes into a loop, itself or moved or converted."""
+    moves = ("tuple", "bitcast", "copy", "get-tuple-element", "convert", "reshape", "transpose")
     todo, seen = [start], {start.name}
     while todo:
-        for user in computation.users.get(todo.pop().name, ()):
+        at = todo.pop()
+        for user in computation.users.get(at.name, ()):
             if user.opcode == "while":
                 return True
-            moving = user.opcode in ("tuple", "bitcast", "copy", "get-tuple-element", "convert", "reshape", "transpose")
-            if user.name not in seen and (moving or user.opcode.endswith("-done") or user.opcode == "fusion"):
-                if user.opcode == "fusion" and user.bytes < start.bytes / 4:
-                    continue
+            keeps = user.opcode == "fusion" and _elements(user) == _elements(at)
+            if user.name not in seen and (user.opcode in moves or keeps or user.opcode.endswith("-done")):
                 seen.add(user.name)
                 todo.append(user)
     return False
+
+
+def _elements(instruction: Instruction) -> int:
+    return sum(s.elements for s in instruction.shapes)
 
 
 def gathered_twice(case: Case) -> Iterator[Finding]:
@@ -175,8 +181,9 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
         worst = max(again, key=lambda cs: step_bytes(cs[0]))
         yield Finding(
             "gathered_twice", "warning", where(worst[-1].stack), total,
-            f"the same value is gathered {len(worst)} times in one pass: {size(total)} per step on each device for nothing",
-            "gather it once and use it twice (an optimization barrier or a second constraint keeps the compiler from it)",
+            f"the same value is gathered {len(worst)} times in one pass: {size(total)} per step on each device for "
+            "nothing",
+            "gather it once and use it twice (a barrier or a second constraint keeps the compiler from it)",
         )  # fmt: skip
 
 

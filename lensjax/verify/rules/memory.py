@@ -52,8 +52,8 @@ def remat_undone(case: Case) -> Iterator[Finding]:
     if done * devices < 0.4 * wanted:
         yield Finding(
             "remat_undone", "warning", line, 0.0,
-            f"jax.checkpoint asks for {wanted / devices:.3g} FLOP to be run again on each device, the compiled step runs "
-            f"{done:.3g}: the compiler merged the second run with the first, and the activations stay in memory",
+            f"jax.checkpoint asks for {wanted / devices:.3g} FLOP to be run again on each device, the compiled step "
+            f"runs {done:.3g}: the compiler merged the second run with the first, and the activations stay in memory",
             "use prevent_cse=True (the default) outside of scan, or scan over the layers",
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ def recomputed_flops(jaxpr: Any) -> tuple[float, str]:
 
 
 def involuntary(case: Case) -> Iterator[Finding]:
-    """What the partitioner itself complains about: a value made whole because it could not go from one split to another."""
+    """What the partitioner itself complains of: a value made whole since it could not go from one split to another."""
     seen: set[str] = set()
     for line in case.artifact.log.splitlines():
         if "nvoluntary full rematerialization" not in line:
@@ -94,7 +94,7 @@ def involuntary(case: Case) -> Iterator[Finding]:
         yield Finding(
             "involuntary_remat", "warning", place, _shape_bytes(shape.group(1) if shape else ""),
             f"the partitioner could not go from one split to another and makes a value{what} whole on every device",
-            "pin the value to a split that the next operation can take; a looked-up table may be split in one dimension only",
+            "pin the value to a split that the next operation can take",
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def resharded(case: Case) -> Iterator[Finding]:
         return
     total, worst, most = 0.0, None, 0.0
     for node, times, body in facts.walk():
-        if node.name not in _EXCHANGES or node.inputs[0] not in facts.batch:
+        if node.name not in _EXCHANGES or node.inputs[0] not in facts.batch or not _exchanged(facts, node):
             continue
         sent = times * facts.parts.values[node.outputs[0]].bytes
         if _asked_for(facts, body, node):
@@ -35,8 +35,8 @@ def resharded(case: Case) -> Iterator[Finding]:
         before, after = (facts.parts.values[v].spec for v in (worst.inputs[0], worst.outputs[0]))
         yield Finding(
             "resharded", "warning", worst.source, total,
-            f"an activation {list(facts.parts.values[worst.outputs[0]].shape)} goes from {_spec(before)} to {_spec(after)} "
-            f"here, which no matmul asks for: {size(total)} per step on each device",
+            f"an activation {list(facts.parts.values[worst.outputs[0]].shape)} goes from {_spec(before)} to "
+            f"{_spec(after)} here, which no matmul asks for: {size(total)} per step on each device",
             "make the two specs agree: one of them probably has its axes in the wrong place",
         )  # fmt: skip
 
@@ -55,8 +55,15 @@ def _asked_for(facts: Facts, body: Body, node: Node) -> bool:
             readers.setdefault(v, []).append(other)
         for v in other.outputs:
             makers[v] = other
-    forward = lambda v: [(o, n) for n in readers.get(v, ()) for o in n.outputs]
-    backward = lambda v: [(i, makers[v]) for i in makers[v].inputs] if v in makers else []
+    if any(n.name == "stablehlo.scatter" for n in readers.get(node.outputs[0], ())):
+        return True  # the gradient of a table, whose rows may be split only
+
+    def forward(v: int) -> list[tuple[int, Node]]:
+        return [(o, n) for n in readers.get(v, ()) for o in n.outputs]
+
+    def backward(v: int) -> list[tuple[int, Node]]:
+        return [(i, makers[v]) for i in makers[v].inputs] if v in makers else []
+
     return _meets(facts, node.outputs[0], forward, axes) or _meets(facts, node.inputs[0], backward, axes)
 
 
@@ -93,18 +100,15 @@ def axis_order(case: Case) -> Iterator[Finding]:
     """The device order puts a busy mesh axis on slow links while a quiet one has the fast ones."""
     if case.priced is None or case.cluster is None or len(case.cluster.tiers) < 2 or len(case.mesh) < 2:
         return
-    from lensjax.verify.orders import best_order
+    from lensjax.verify.orders import orders
 
-    now, best, order = best_order(case)
-    if best < 0.6 * now and now > 0:
-        busiest = max(case.traffic.axes, key=lambda a: case.traffic.axes[a], default=())
-        names = " and ".join(repr(a) for a in busiest)
+    now, best = orders(case)
+    if best.seconds < 0.9 * now.seconds and best.outside < 0.5 * now.outside:
+        saved = now.outside - best.outside
         yield Finding(
-            "axis_order", "warning", "", case.traffic.axes.get(busiest, 0.0),
-            f"the collectives of a step take {now * 1e3:.3g} ms with this order of devices and {best * 1e3:.3g} ms with "
-            f"mesh axes nested as {order}: the busiest axis, {names}, crosses nodes",
-            f"build the mesh so that {order[-1]!r} runs over the devices of a node "
-            "(jax.devices() reshaped in that order, then transposed)",
+            "axis_order", "warning", "", saved,
+            f"{size(now.outside)} per step leave the node of each device with this order of devices, "
+            f"{size(best.outside)} with the mesh axes nested as {', '.join(best.nesting)} (outermost first): its collectives "
+            f"then take {best.seconds * 1e3:.3g} ms instead of {now.seconds * 1e3:.3g} ms",
+            f"build the mesh so that {best.nesting[-1]!r} runs over the devices of one node",
         )  # fmt: skip
-
-

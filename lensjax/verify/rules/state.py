@@ -86,25 +86,35 @@ def left_replicated(case: Case) -> Iterator[Finding]:
     if sum(a.nbytes for v, a in held if facts.pieces(v) > 1) < 0.5 * total:
         return  # whole parameters are the plan here (data parallel), not an oversight
     state = sum(_state_bytes(facts, i) for i in range(len(facts.program.arguments))) or 1.0
-    for value, argument in held:
-        local = value.bytes
-        if facts.pieces(value) == 1 and local > SMALL * state and local > SMALL * case.peak:
+    for leaf, argument in enumerate(facts.program.arguments):
+        value = facts.argument(leaf)
+        if argument.role != "parameter" or value is None or facts.pieces(value) > 1:
+            continue
+        local = value.bytes + _followers(facts, leaf)
+        if local > SMALL * state and local > SMALL * case.peak:
             yield Finding(
                 "left_replicated", "warning", "", local,
-                f"{argument.path} {list(argument.shape)} is whole on every device ({size(local)}, "
-                f"{local / state:.0%} of the state that a device holds), while most parameters are split",
+                f"{argument.path} {list(argument.shape)} is whole on every device ({size(local)} with its optimizer "
+                f"state, {local / state:.0%} of the state that a device holds), while most parameters are split",
                 "give it a sharding; its optimizer state follows",
             )  # fmt: skip
 
 
+def _followers(facts: Facts, leaf: int) -> float:
+    """Bytes of the optimizer state of a parameter that is whole on every device too."""
+    following = [i for i, a in enumerate(facts.program.arguments) if a.follows == leaf]
+    values = [v for v in map(facts.argument, following) if v is not None and facts.pieces(v) == 1]
+    return sum(v.bytes for v in values)
+
+
 def _state_bytes(facts: Facts, leaf: int) -> float:
     value = facts.argument(leaf)
-    return value.bytes if value is not None and facts.program.arguments[leaf].role in ("parameter", "optimizer") else 0.0
+    return (
+        value.bytes if value is not None and facts.program.arguments[leaf].role in ("parameter", "optimizer") else 0.0
+    )
 
 
 def _largest(named: list[tuple[float, str]], count: int = 2) -> str:
     top = [name for _, name in sorted(named, reverse=True)[:count]]
     more = len(named) - len(top)
     return ", ".join(top) + (f" and {more} more" if more else "")
-
-

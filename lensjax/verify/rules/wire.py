@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lensjax.verify.collectives import Collective
-from lensjax.verify.finding import SMALL, Case, Finding, size, step_bytes
+from lensjax.verify.finding import SMALL, Case, Finding, size
 from lensjax.verify.hlo import Computation, Instruction, Module
 from lensjax.verify.hlo.shapes import BITS
 from lensjax.verify.lines import where
-from lensjax.verify.work import touched
+from lensjax.verify.traffic import step_bytes
 
 # They move or rename values and keep them.
 PASSING = frozenset("bitcast copy reshape transpose get-tuple-element opt-barrier optimization-barrier slice".split())
+_UNPACKING = ("bitcast", "get-tuple-element", "reshape", "slice")
 _FLOATS = ("bf16", "f16", "f8e4m3fn", "f8e5m2")
 _REACH = 8
 
@@ -34,57 +35,83 @@ def wide_wire(case: Case) -> Iterator[Finding]:
         narrow, kind = narrower(case.module, computation, computation.by_name[c.name], wide.dtype, c.kind)
         if not narrow:
             continue
-        gain = step_bytes(c) * (1 - BITS[narrow] / BITS[wide.dtype])
+        gain = step_bytes(c) * (1 - BITS[narrow] / BITS[wide.dtype]) * wide.bytes / max(c.payload, 1)
+        kind = "moved" if kind == "narrowed" and _was_narrow(case, c, narrow) else kind
         saved[kind] = saved.get(kind, 0.0) + gain
         if kind not in worst or gain > worst[kind][0]:
             worst[kind] = (gain, c, wide.dtype, narrow)
     for kind, (_, c, wide, narrow) in worst.items():
         if saved[kind] < SMALL * max(case.total_sent, 1.0):
             continue
-        told = (
-            f"{c.kind} sends {wide} where {narrow} is meant: "
-            + ("the value was widened just before" if kind == "widened" else "every reader narrows what arrives")
-            + f"; {size(saved[kind])} per step on each device could stay"
-        )
+        why, hint = _WHY[kind]
         yield Finding(
-            "widened_wire" if kind == "widened" else "wide_wire", "warning", where(c.stack), saved[kind], told,
-            f"send {narrow}: convert before the value is gathered or reduced"
-            + (" (for a sum in few bits, encode and exchange codes instead of reducing)" if kind == "widened" else ""),
+            "widened_wire" if kind == "widened" else "wide_wire", "note" if kind == "moved" else "warning",
+            where(c.stack), saved[kind],
+            f"{c.kind} sends {wide} where {narrow} is meant: {why}; {size(saved[kind])} per step on each device could "
+            "stay",
+            hint.format(narrow),
         )  # fmt: skip
 
 
-def narrower(
-    module: Module, computation: Computation, start: Instruction, dtype: str, kind: str
-) -> tuple[str, str]:
+_WHY = {
+    "widened": (
+        "the value was widened just before",
+        "send {}: for a sum in few bits, exchange codes (all-to-all, all-gather) instead of reducing",
+    ),
+    "narrowed": ("every reader narrows what arrives", "send {}: convert before the value is gathered or reduced"),
+    "moved": (
+        "the program converts first, and the compiler moved the conversion behind the gather",
+        "jax.lax.optimization_barrier after the conversion to {} keeps it in front",
+    ),
+}
+
+
+def _was_narrow(case: Case, c: Collective, narrow: str) -> bool:
+    """True when the partitioner's program sends the narrow type at that line: then the compiler widened it."""
+    if case.facts is None:
+        return False
+    line = where(c.stack).split(" in ")[0]
+    return any(p.source == line and p.dtype == narrow for p in case.facts.parts.collectives if p.op == "all_gather")
+
+
+def narrower(module: Module, computation: Computation, start: Instruction, dtype: str, kind: str) -> tuple[str, str]:
     """(narrow type, "widened" or "narrowed") of a collective whose value is narrow before or after; ("", "") else."""
-    before = {_narrow_source(module, computation, o, dtype) for o in computation.operands(start)}
-    before.discard(None)
+    wide = [o for o in computation.operands(start) if any(s.dtype == dtype for s in o.shapes)]
+    before = {_narrow_source(module, ((computation, o),), dtype, _REACH) for o in wide}
     if len(before) == 1 and (found := before.pop()):
         return found, "widened"
     after = _narrow_readers(module, computation, start, dtype)
     return (after, "narrowed") if after else ("", "")
 
 
-def _narrow_source(module: Module, computation: Computation, at: Instruction | None, dtype: str) -> str | None:
-    """The narrower type that a value had before a bare conversion; "" where there is none, None for a constant."""
-    for _ in range(_REACH):
-        if at is None or not at.shapes:
-            return ""
-        if at.opcode == "convert" or (at.opcode == "fusion" and _only_converts(module, at)):
-            sources = [o.shapes[0].dtype for o in computation.operands(at) if o.shapes and o.shapes[0].dims]
-            narrow = [d for d in sources if 0 < BITS[d] < BITS[dtype] and d != "pred"]
-            return narrow[0] if narrow and len(sources) == 1 else ""
-        if at.opcode not in PASSING:
-            return ""
-        at = next(computation.operands(at), None)
-    return ""
+_Place = tuple[tuple[Computation, Instruction], ...]
+"""An instruction inside fusions: (computation, instruction) from the outermost fusion down to itself."""
 
 
-def _only_converts(module: Module, fusion: Instruction) -> bool:
-    """A fusion that converts and moves, and computes nothing."""
-    inside = [i for c in fusion.called if c in module.computations for i in module.computations[c].instructions]
-    moving = PASSING | {"parameter", "convert", "constant", "dynamic-slice", "broadcast", "concatenate", "pad", "tuple"}
-    return bool(inside) and all(i.opcode in moving for i in inside) and any(i.opcode == "convert" for i in inside)
+def _narrow_source(module: Module, place: _Place, dtype: str, reach: int) -> str:
+    """The narrower type that a value had before a bare conversion, looking into fusions; "" where there is none."""
+    computation, at = place[-1]
+    if reach == 0 or not at.shapes:
+        return ""
+    if at.opcode == "fusion":
+        inside = next((module.computations[c] for c in at.called if c in module.computations), None)
+        root = inside.root if inside else None
+        return _narrow_source(module, (*place, (inside, root)), dtype, reach) if root is not None else ""
+    if at.opcode == "parameter":
+        number = int(at.literal) if at.literal.strip().isdigit() else -1
+        if len(place) < 2 or not 0 <= number < len(place[-2][1].operands):
+            return ""
+        outer, fusion = place[-2]
+        source = outer.by_name.get(fusion.operands[number])
+        return _narrow_source(module, (*place[:-2], (outer, source)), dtype, reach - 1) if source is not None else ""
+    operands = list(computation.operands(at))
+    if at.opcode == "convert" and operands and operands[0].shapes:
+        narrow = operands[0].shapes[0].dtype
+        return narrow if 0 < BITS[narrow] < BITS[dtype] and narrow != "pred" else ""
+    if at.opcode not in (*PASSING, "concatenate") or not operands:
+        return ""
+    below = {_narrow_source(module, (*place[:-1], (computation, o)), dtype, reach - 1) for o in operands}
+    return below.pop() if len(below) == 1 else ""
 
 
 def _narrow_readers(module: Module, computation: Computation, start: Instruction, dtype: str) -> str:
@@ -173,10 +200,12 @@ def _read_in_slices(module: Module, computation: Computation, start: Instruction
             if user.name in seen:
                 continue
             seen.add(user.name)
-            if user.opcode in ("bitcast", "get-tuple-element", "copy", "reshape") or user.opcode.endswith("-done"):
+            if user.opcode in (*_UNPACKING, "copy") or user.opcode.endswith("-done"):
                 todo.append(user)
-            elif user.opcode in ("dynamic-slice", "slice"):
+            elif user.opcode == "dynamic-slice":
                 sliced = sliced or user.bytes * members <= at.bytes * 1.01
+            elif user.opcode == "fusion" and _unpacks(module, user):
+                todo.append(user)  # one of several values that were reduced as one
             elif user.opcode == "fusion" and _slices(module, user, at, members):
                 sliced = True
             elif user.opcode == "fusion" and _only_reduces(user, at):
@@ -186,13 +215,27 @@ def _read_in_slices(module: Module, computation: Computation, start: Instruction
     return sliced
 
 
+def _unpacks(module: Module, fusion: Instruction) -> bool:
+    inside = [i for c in fusion.called if c in module.computations for i in module.computations[c].instructions]
+    return bool(inside) and all(i.opcode in (*_UNPACKING, "parameter") for i in inside)
+
+
 def _slices(module: Module, fusion: Instruction, operand: Instruction, members: int) -> bool:
+    """True when a fusion reads an operand only through slices at a place that depends on the device."""
     inside = next((module.computations[c] for c in fusion.called if c in module.computations), None)
     if inside is None:
         return False
     numbers = {str(i) for i, o in enumerate(fusion.operands) if o == operand.name}
-    parameters = [p for p in inside.instructions if p.opcode == "parameter" and p.literal.strip() in numbers]
-    return bool(parameters) and all(touched(inside, p) * members <= p.bytes * 1.01 for p in parameters)
+    todo = [p for p in inside.instructions if p.opcode == "parameter" and p.literal.strip() in numbers]
+    found = bool(todo)
+    while todo:
+        at = todo.pop()
+        for user in inside.users.get(at.name, ()):
+            if user.opcode in ("bitcast", "reshape", "convert"):
+                todo.append(user)
+            elif user.opcode != "dynamic-slice" or user.bytes * members > at.bytes * 1.01:
+                return False
+    return found
 
 
 def _only_reduces(fusion: Instruction, operand: Instruction) -> bool:
