@@ -28,6 +28,7 @@ def one(name, cluster, batch, seq):
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
+    from lensjax._errors import DoesNotFit
     from lensjax.execute.planning import Options, make_plan
     from lensjax.models.targets import target
     from lensjax.program.edit import all_equations
@@ -44,14 +45,18 @@ def one(name, cluster, batch, seq):
     seconds: dict[str, float] = {}
     program = analyze(step, tuple(arguments), seconds=seconds)
     start = time.perf_counter()
-    choice = make_plan(program, Cluster.parse(cluster), Options())
+    try:
+        choice = make_plan(program, Cluster.parse(cluster), Options())
+        chosen, plans = choice.plan.name, len(choice.candidates)
+    except DoesNotFit:
+        chosen, plans = "nothing fits", None
     seconds["search"] = time.perf_counter() - start
     return {
         **seconds,
         "total": sum(seconds.values()),
-        "plans": len(choice.candidates),
+        "plans": plans,
         "equations": sum(1 for _ in all_equations(program.jaxpr)),
-        "chosen": choice.plan.name,
+        "chosen": chosen,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -72,8 +77,8 @@ def main():
         if not args.json:
             r = rows[title]
             print(
-                f"{title:34} trace {r['trace']:5.2f} s  analysis {r['analysis']:5.2f} s  search {r['search']:6.2f} s for "
-                f"{r['plans']} plans  {r['equations']} equations  {r['resident_bytes'] / 2**30:.2f} GiB  -> {r['chosen']}"
+                f"{title:34} trace {r['trace']:5.2f} s  analysis {r['analysis']:5.2f} s  search {r['search']:6.2f} s  "
+                f"{r['equations']} equations  {r['resident_bytes'] / 2**30:.2f} GiB  -> {r['chosen']}"
             )
     if args.json:
         print(json.dumps({"schema": 1, "rows": rows}))
