@@ -91,8 +91,10 @@ class Step:
         return self._start(executable, args, kwargs)
 
     def _start(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executable.compiled  # noqa: B018 - compiles; the state is still the user's
-        args, kwargs = self._placed(executable, args, kwargs)
+        leaves = executable.leaves(args, kwargs)
+        assert leaves is not None
+        executable.prepare(leaves)  # the state is still the user's
+        args, kwargs = self._placed(executable, leaves)
         result = run(executable, args, kwargs)
         if executable not in self._ready:
             self._ready.append(executable)
@@ -119,15 +121,16 @@ class Step:
         log.info(note)
         return self._start(self._build(program, self.plan), args, kwargs)
 
-    def _placed(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The call's leaves on the mesh. A buffer that stands twice in a donated state is copied: it can be given up
-        once."""
+    def _placed(self, executable: Executable, leaves: list[Any]) -> tuple[Any, Any]:
+        """The call's arguments, the state on the mesh. A buffer that stands twice in a donated state is copied: it can
+        be given up once."""
         emitted = executable.emitted
-        leaves = executable.leaves(args, kwargs)
-        assert leaves is not None
         seen: set[int] = set()
         out = []
         for i, (leaf, sharding) in enumerate(zip(leaves, emitted.arguments)):
+            if executable.taken_as_it_is(i, leaf):
+                out.append(leaf)
+                continue
             placed = place(leaf, sharding, own=i in emitted.donated)
             if i in emitted.donated:
                 if id(placed) in seen:
