@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from lensjax.partition.data import Operation
+from lensjax.partition.flops import FUSED_ATTENTION
 from lensjax.topology.cluster import Device
 
 # Streaming kernels reach about nine tenths of HBM's rated bandwidth (BabelStream triad on A100-40GB: about 1.39 of
@@ -29,9 +30,14 @@ _TPU_PASSES = {"default": 1, "high": 3, "highest": 6}
 
 def seconds(operation: Operation, device: Device) -> float:
     """Seconds of one execution on one device."""
-    arithmetic = operation.flops / rate(operation, device) if operation.name in _MATMULS else 0.0
+    arithmetic = operation.flops / rate(operation, device) if multiplies(operation) else 0.0
     traffic = operation.bytes / (device.memory_bandwidth * MEMORY_EFFICIENCY)
     return max(arithmetic, traffic) + LAUNCH.get(device.platform, 0.0)
+
+
+def multiplies(operation: Operation) -> bool:
+    """Whether an operation's arithmetic runs on the matrix units: only then do its flops count."""
+    return operation.name in _MATMULS or FUSED_ATTENTION in operation.name
 
 
 def rate(operation: Operation, device: Device) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lensjax.cost.communication import Prices
-from lensjax.cost.compute import seconds
+from lensjax.cost.compute import multiplies, seconds
 from lensjax.cost.memory import memory, workspace_of
 from lensjax.cost.timeline import timeline
 from lensjax.partition.data import Partitioned
@@ -72,7 +72,7 @@ def cost(
         tiers=tiers,
         peak_bytes=peak.peak,
         held=_held(p, peak, roles),
-        flops=sum(o.flops * o.trips for o in p.operations if o.name in ("dot_general", "convolution", "ragged_dot")),
+        flops=sum(o.flops * o.trips for o in p.operations if multiplies(o)),
     )
 
 

@@ -16,6 +16,9 @@ import numpy as np
 from lensjax.partition.data import Node, Value
 from lensjax.partition.text import integers, named_list
 
+# Prefix of the targets of jax/_src/cudnn/fused_attention_stablehlo.py.
+FUSED_ATTENTION = "__cudnn$fmha"
+
 
 def flops(node: Node, values: Sequence[Value]) -> float:
     """Operations of one execution on one device."""
@@ -26,9 +29,21 @@ def flops(node: Node, values: Sequence[Value]) -> float:
     if node.name == "chlo.ragged_dot":
         # Each row meets one group's matrix: rows x columns x contracted (the last dimension of the left operand).
         return 2.0 * sum(values[v].size for v in node.outputs) * values[node.inputs[0]].local[-1]
+    if FUSED_ATTENTION in node.attributes.get("call_target_name", ""):
+        return _attention(node, values)
     if node.name in ("stablehlo.reduce", "stablehlo.scatter"):
         return float(sum(values[v].size for v in node.inputs))
     return float(sum(values[v].size for v in node.outputs))
+
+
+def _attention(node: Node, values: Sequence[Value]) -> float:
+    """cuDNN's fused attention on [batch, seq, heads, head] operands: two matmuls forward, five backward (it recomputes
+    the scores; FlashAttention-2, Dao 2023, section 3.1), half of each under a causal mask, where blocks are skipped."""
+    batch, queries, heads, head = values[node.inputs[0]].local
+    keys = values[node.inputs[1]].local[1]
+    matmuls = 5 if "Backward" in node.attributes["call_target_name"] else 2
+    causal = 0.5 if "CAUSAL" in node.attributes.get("backend_config", "") else 1.0
+    return 2.0 * matmuls * causal * batch * heads * queries * keys * head
 
 
 def _dot(node: Node, values: Sequence[Value]) -> float:

@@ -16,9 +16,15 @@ def axes_of_groups(attribute: str, text: str, mesh: Mapping[str, int]) -> Axes:
     """The mesh axes along which the members of each group differ.
 
     attribute: `replica_groups`, or `source_target_pairs` (then: the axes that the pairs move along).
-    text: the `dense<...>` of group members, positions in the flattened mesh.
+    text: the `dense<...>` of group members, positions in the flattened mesh, or the mesh axes by name.
     Raises PartitionError for a form that is not read, or for groups that are not a product of mesh axes.
     """
+    if (
+        "replica_group_mesh_axes" in text
+    ):  # jax 0.12 names the axes: mesh = @mesh, axes = [#stablehlo.axis_ref<name = "b">]
+        named = re.findall(r'axis_ref<name = "([^"]+)"(>|, sub_axis_info = \((\d+)\)(\d+)>)', text)
+        if len(named) == text.count("axis_ref<"):
+            return tuple(name if end == ">" else f"{name}:({pre}){size}" for name, end, pre, size in named)
     shape = re.search(r"tensor<(\d+)x(\d+)xi64>", text)
     numbers = [int(n) for n in re.findall(r"-?\d+", text.split("tensor<")[0])]
     if not shape or len(numbers) not in (1, int(shape[1]) * int(shape[2])):

@@ -6,6 +6,7 @@ score(plan) = cost(partition(lower(passes(program, plan))))
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from lensjax._errors import BatchError, DoesNotFit, PlanError
@@ -13,6 +14,7 @@ from lensjax._units import size
 from lensjax.cost import score
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.pins import Pin
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
@@ -124,12 +126,9 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
 
 
 def largest_leaves(program: Program, plan: Plan, count: int = 5) -> list[tuple[str, float]]:
-    """(path, bytes per device) of the largest arguments under a plan."""
+    """(path, bytes per device) of the largest tensors of the state under a plan."""
     sizes = []
-    for a in program.arguments:
-        ways = 1
-        for axes in plan.leaves.get(a.path, ()):
-            for axis in axes:
-                ways *= plan.mesh.shape[axis]
-        sizes.append((a.path, a.nbytes / ways))
+    for a, spec in zip(program.arguments, resolve(program, plan).arguments):
+        if a.role != "batch":
+            sizes.append((a.path, a.nbytes / math.prod(ways(plan, axes) for axes in spec)))
     return sorted(sizes, key=lambda x: -x[1])[:count]

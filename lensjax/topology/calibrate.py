@@ -54,8 +54,8 @@ PARAMETERS = (
 )
 NOISE = 0.08  # typical scatter of repeated nccl-tests rows, in log time
 KNEE = 2.0  # residuals beyond this many NOISE count linearly
-# How far a subset's share of an irregular fabric may be from its count of links; on a switch all subsets are alike.
-SUBSET_MESH, SUBSET_SWITCH = 0.5, 0.03
+# How far a subset's bandwidth may be from what its links give: far where the wiring is unknown.
+SUBSET_WIRED, SUBSET_UNKNOWN = 0.03, 0.5
 _STARTS = {p.name: float(np.log(p.start)) for p in PARAMETERS}
 _SUBSETS = ("subset_ring", "subset_direct")
 
@@ -208,13 +208,15 @@ class Problem:
 
 
 def _unknowns(data: Design) -> list[Unknown]:
+    """The base of every parameter, and deviations of those families and systems that have a row to tell it."""
     found = [Unknown("base", "", p.name, p.base) for p in PARAMETERS]
     for p in PARAMETERS:
+        told = np.flatnonzero(data.touches(p.name))
         families = data.inner if p.level == "inner" else data.outer
-        found += [Unknown("family", f"{p.level}/{f}", p.name, p.family) for f in sorted(set(families)) if f]
-        found += [Unknown("system", s, p.name, p.system) for s in sorted(set(data.system))]
-    for system, devices, kind, way in sorted(set(data.subset_keys())):
-        spread = SUBSET_MESH if kind == "mesh" else SUBSET_SWITCH
+        found += [Unknown("family", f"{p.level}/{f}", p.name, p.family) for f in sorted({families[i] for i in told}) if f]
+        found += [Unknown("system", s, p.name, p.system) for s in sorted({data.system[i] for i in told})]
+    for system, devices, wired, way in sorted(set(data.subset_keys())):
+        spread = SUBSET_WIRED if wired else SUBSET_UNKNOWN
         found.append(Unknown("subset", f"{system}|{way}|{devices}", f"subset_{way}", spread))
     return found
 

@@ -23,14 +23,14 @@ _OPTIONS = ("ring", "tree", "multicast", "direct", "pipeline")
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
     """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row states its size.
-    `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without protocols (TPU).
+    `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without protocols (TPU). `wired`: how the links join the devices is known.
     """
 
     system: tuple[str, ...]
     inner: tuple[str, ...]
     outer: tuple[str, ...]
     devices: np.ndarray
-    kinds: tuple[str, ...]
+    wired: np.ndarray
     ops: tuple[str, ...]
     sizes: np.ndarray
     sized: np.ndarray
@@ -39,20 +39,36 @@ class Design:
     plain: np.ndarray
     terms: Mapping[str, tuple[Terms, np.ndarray]]
 
-    def subset_keys(self) -> list[tuple[str, int, str, str]]:
-        """(system, devices, kind of the innermost tier, ring or direct) of each row."""
+    def touches(self, parameter: str) -> np.ndarray:
+        """bool [rows]: rows whose prediction can depend on a parameter; the others say nothing about it."""
+        applies = {name: mask for name, (_, mask) in self.terms.items()}
+        nowhere = np.zeros(len(self.system), bool)
+        direct, outside = applies.get("direct", nowhere), np.array([bool(o) for o in self.outer])
+        if parameter.startswith("shard_"):
+            return self.packs
+        if parameter.startswith("multicast"):
+            return applies.get("multicast", nowhere)
+        if parameter in ("thin", "middle", "hop_outer"):
+            return ~self.plain & (outside | (parameter != "hop_outer"))
+        if parameter in ("direct_base", "peer", "direct", "direct_outer"):
+            return direct & (outside | (parameter != "direct_outer"))
+        if parameter in ("ring", "ring_outer"):
+            return ~direct & (outside | (parameter != "ring_outer"))
+        return outside if parameter == "launch_outer" else ~nowhere
+
+    def subset_keys(self) -> list[tuple[str, int, bool, str]]:
+        """(system, devices, wired, ring or direct) of each row."""
         ways = ("direct" if op in ("all_to_all", "permute") else "ring" for op in self.ops)
-        return list(zip(self.system, self.devices.tolist(), self.kinds, ways))
+        return list(zip(self.system, self.devices.tolist(), self.wired.tolist(), ways))
 
     @property
     def impossible(self) -> np.ndarray:
-        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else (not on a mesh, whose
-        wiring may be unknown).
+        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else.
         """
         bound = np.full(len(self.sizes), np.inf)
         for terms, applies in self.terms.values():
             bound = np.where(applies, np.minimum(bound, np.maximum(terms.inner, terms.outer) * self.sizes), bound)
-        return (self.measured < 0.95 * bound) & (np.array(self.kinds) != "mesh")
+        return (self.measured < 0.95 * bound) & self.wired
 
     def seconds(self, logs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Predicted seconds, float [rows]; `logs`: parameter -> log value of each row."""
@@ -90,7 +106,7 @@ def design(rows: Sequence[Row], rate_size: float) -> Design:
         inner=tuple(family_of(c) for c in clusters),
         outer=tuple(outer_family_of(c) if len(c.tiers) > 1 else "" for c in clusters),
         devices=np.array([r.devices for r in rows]),
-        kinds=tuple(c.tiers[0].kind for c in clusters),
+        wired=np.array([not any("wiring unknown" in note for note in c.notes) for c in clusters]),
         ops=tuple(r.op for r in rows),
         sizes=sizes,
         sized=np.array([r.bytes is not None for r in rows]),

@@ -141,11 +141,8 @@ def shift(cluster: Cluster, groups: Any) -> Terms:
     uses, rate = hop_rates(cluster, groups)
     slowness = np.where(uses, 1.0 / rate, 0.0)
     waits = np.where(uses, [t.latency for t in cluster.tiers], 0.0)
-    outside = uses[:, 1:].any(axis=1)
     outer, wait_outer = slowness[:, 1:].max(axis=1, initial=0), waits[:, 1:].max(axis=1, initial=0)
-    inside = np.where(outside, 0.0, waits[:, 0])
-    rows = np.stack([inside, inside, wait_outer, np.where(outside, 0.0, slowness[:, 0]), outer], axis=1)
-    rows = np.unique(rows, axis=0)
+    rows = np.unique(np.stack([waits[:, 0], waits[:, 0], wait_outer, slowness[:, 0], outer], axis=1), axis=0)
     return Terms(*rows.T, wire=np.zeros((len(rows), 0)), peers=np.zeros(len(rows)), kind="direct")
 
 

@@ -128,5 +128,7 @@ def hop_rates(cluster: Cluster, groups: Any) -> tuple[np.ndarray, np.ndarray]:
         fair = np.minimum(capacity[unit_of[source]] / out[unit_of[source]], capacity[unit_of[target]] / into[unit_of[target]])
         rate[:, t] = np.minimum(fair, np.minimum(bandwidth[source], bandwidth[target]) * link.nic_sharing)
         below = link.size
+    inner = cluster.slots // cluster.tiers[0].size
+    uses[:, 0] &= inner[source] == inner[target]  # to another node a flow goes straight to the NIC
     rate[:, 0] *= share_of_links(cluster, np.array([2]), torus_extents(cluster.tiers[0], cluster.slots[ids[:, :2]]))[0]
     return uses, rate

@@ -93,7 +93,7 @@ def _mi200(system: str) -> Cluster:
     # an 8-card node wires them is not published. What a subset's rings really get is fitted (calibrate: subsets).
     fabric = Tier("xgmi", 16, 15 * 50e9, 2.2e-6, kind="mesh", sources={"bandwidth": "AMD CDNA2 white paper, 50 GB/s a link"})
     device = Device("MI250-GCD", "rocm", 64 * 2**30, 1.6e12, {"float32": 23.9e12, "bfloat16": 191.5e12})
-    return Cluster("mi200-node", device, (fabric,), notes=(f"from {system!r}",))
+    return Cluster("mi200-node", device, (fabric,), notes=("wiring unknown: a link to each peer assumed",))
 
 
 def _cards(system: str, rate: float, devices: int, scope: str) -> Cluster:

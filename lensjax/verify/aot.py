@@ -108,13 +108,14 @@ def _choose(cluster: Cluster, backend: str | None, fallback: bool) -> tuple[Targ
 
 
 def parse_flags(flags: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """{"xla_gpu_foo": "true"} from a mapping, or from "--xla_gpu_foo=true --xla_gpu_bar"."""
+    """{"xla_gpu_foo": True} from a mapping, or from "--xla_gpu_foo=true --xla_gpu_bar"."""
     if flags is None:
         return {}
     if not isinstance(flags, str):
         return {k.lstrip("-"): v for k, v in flags.items()}
     pairs = (word.lstrip("-").partition("=") for word in flags.split())
-    return {name: value if sign else "true" for name, sign, value in pairs}
+    words = {"true": True, "false": False}
+    return {name: words.get(value, value) if sign else True for name, sign, value in pairs}
 
 
 def run_child(

@@ -30,6 +30,7 @@ class Collective:
     trips:     how often a step runs it
     parallel:  True for a start/done pair, which may overlap with compute
     op_name:   JAX's name of the operation; `stack` its Python frames, innermost first
+    channel:   XLA's number of it, 0 where there is none
     """
 
     name: str
@@ -43,6 +44,7 @@ class Collective:
     in_branch: bool
     op_name: str
     stack: tuple[Frame, ...]
+    channel: int = 0
 
     @property
     def payload(self) -> int:
@@ -79,7 +81,18 @@ def collectives(module: Module) -> Found:
         if counted.times[computation.name]:
             for instruction in computation.instructions:
                 found.extend(_read(module, computation, instruction, counted, unknown))
-    return Found(tuple(found), tuple(unknown), counted)
+    return Found(tuple(_once(found, counted)), tuple(unknown), counted)
+
+
+def _once(found: list[Collective], counted: Runs) -> Iterator[Collective]:
+    """TPU writes an overlapped collective into the fusions of its start, middle and end: one channel, counted once."""
+    seen: set[tuple[int, str]] = set()
+    for c in found:
+        if c.channel and c.computation in counted.fused:
+            if (c.channel, c.kind) in seen:
+                continue
+            seen.add((c.channel, c.kind))
+        yield c
 
 
 def _read(
@@ -93,6 +106,8 @@ def _read(
     if known.group(2) == "-done":
         return
     kind = known.group(1)
+    if kind == "all-reduce" and computation.name in counted.fused and _keeps_a_slice(computation, instruction):
+        kind = "reduce-scatter"
     try:
         groups = _groups(module, instruction, kind)
     except UnknownGroups as e:
@@ -111,10 +126,22 @@ def _read(
             trips=counted.times[computation.name],
             parallel=known.group(2) == "-start" or computation.name in counted.parallel,
             in_branch=computation.name in counted.branches,
-            op_name=op_name, stack=stack,
+            op_name=op_name, stack=stack, channel=channel(instruction),
         )
         for rows in groups
     )  # fmt: skip
+
+
+def channel(instruction: Instruction) -> int:
+    """XLA's number of a collective; 0 where it has none."""
+    found = instruction.attr("channel_id")
+    return int(found) if found and found.isdigit() else 0
+
+
+def _keeps_a_slice(computation: Computation, instruction: Instruction) -> bool:
+    """TPU fuses an all-reduce with the slice that each device keeps: that is a reduce-scatter."""
+    users = computation.users.get(instruction.name, ())
+    return bool(users) and all(u.opcode == "dynamic-slice" for u in users)
 
 
 def _groups(module: Module, instruction: Instruction, kind: str) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SEVERITIES = ("error", "warning", "note")
 
 # A part of the whole (of the traffic, the memory, the arithmetic) below which a fault is not worth a word.
-SMALL = 0.03
+SMALL = 0.015
 
 
 @dataclasses.dataclass(frozen=True)

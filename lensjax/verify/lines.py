@@ -27,6 +27,9 @@ def origin(module: Module, computation: Computation, instruction: Instruction) -
             for near in ring:
                 if stack := module.stack(near):
                     return instruction.op_name or near.op_name, stack
+    caller = module.callers.get(computation.name)
+    if caller is not None and caller.opcode == "fusion":
+        return origin(module, module.computations[caller.computation], caller)
     return instruction.op_name, ()
 
 

@@ -28,12 +28,14 @@ def orders(case: Case) -> tuple[Order, Order]:
 
     A compiled step names positions in the mesh; which device sits at a position is free.
     """
+    assert case.cluster is not None and case.priced is not None
     sizes = case.mesh
     axes = [a for a, n in sizes.items() if n > 1]
-    now = best = _order(case, tuple(axes), case.priced)
+    node = case.cluster.tiers[0].name
+    now = best = _order(case, tuple(axes), case.priced, node)
     for nesting in itertools.islice(itertools.permutations(axes), _LIMIT):
         ids = _ids(sizes, nesting)
-        other = _order(case, nesting, Priced(case.cluster, len(ids), ids))
+        other = _order(case, nesting, Priced(case.cluster, len(ids), ids), node)
         if other.seconds < best.seconds * 0.999:
             best = other
     return now, best
@@ -47,7 +49,7 @@ def _ids(sizes: dict[str, int], nesting: tuple[str, ...]) -> list[int]:
     return ids.transpose([outer.index(a) for a in names]).ravel().tolist()
 
 
-def _order(case: Case, nesting: tuple[str, ...], priced: Priced) -> Order:
+def _order(case: Case, nesting: tuple[str, ...], priced: Priced, node: str) -> Order:
     took = sum(c.trips * priced.seconds(c) for c in case.found.collectives)
     flow = traffic(case.found.collectives, case.mesh, priced.bytes)
-    return Order(nesting, took, flow.outside(case.cluster.tiers[0].name))
+    return Order(nesting, took, flow.outside(node))

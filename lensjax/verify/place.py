@@ -43,10 +43,10 @@ def _gib(name: str) -> float:
 
 def layout_of(cluster: Cluster, chip: Target, count: int) -> Layout:
     """How `count` devices of a cluster sit, in whole innermost groups: the node, or the rack that NVLink spans."""
-    if chip.platform == "cpu":
-        return Layout(1, count)
     if count > cluster.devices:
         raise ClusterError(f"the step is for {count} devices, {cluster.name} has {cluster.devices}")
+    if chip.platform == "cpu":
+        return Layout(1, count)
     if chip.platform == "tpu":
         return _torus(cluster, count)
     group = min(cluster.tiers[0].size, count)

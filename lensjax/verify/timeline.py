@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from lensjax.verify.collectives import Collective, Found
+from lensjax.verify.collectives import Collective, Found, channel
 from lensjax.verify.hlo import Computation, Instruction, Module
+from lensjax.verify.hlo.trips import trip_count
 from lensjax.verify.lines import origin, where
 from lensjax.verify.roofline import Efficiency, seconds
 from lensjax.verify.work import work
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from lensjax.topology.cluster import Device
 
 COMPUTE = "compute"
+
+# TPU's fusions in which an overlapped collective begins and ends.
+_EARLIER = ("async-collective-start",)
+_LATER = ("async-collective-done",)
 
 Price = Callable[[Collective], tuple[float, tuple[str, ...]]]
 """A collective -> seconds of one run, and the tiers whose links it uses (outermost last)."""
@@ -145,6 +150,9 @@ class _Lane:
         self.inner: list[tuple[float, Block, int]] = []
         self.busy: dict[str, float] = {}
         self.exposed: dict[str, float] = {}
+        self.channels: dict[int, str] = {}
+        self.last: dict[str, int] = {}
+        self.behind: dict[int, int] = {}
         self.ready: dict[str, float] = {}
 
     def run(self) -> Block:
@@ -164,6 +172,8 @@ class _Lane:
             return 0.0
         if found := self._communication(instruction):
             return self._issue(instruction, found)
+        if instruction.opcode == "fusion" and instruction.name.startswith(_LATER):
+            self._wait(self.channels.get(self._channel(instruction), ""))
         if instruction.opcode == "while":
             return self._repeat(instruction)
         if instruction.opcode == "conditional":
@@ -186,27 +196,49 @@ class _Lane:
         took, tiers = self.walk.cost(found)
         if not took or not tiers:
             return 0.0
-        start = max([self.now, *(self.free.get(t, 0.0) for t in tiers)])
+        busiest = max(tiers, key=lambda t: self.free.get(t, 0.0))
+        start = max(self.now, self.free.get(busiest, 0.0))
+        if start > self.now:
+            self.behind[len(self.events)] = self.last[busiest]
         for tier in tiers:
-            self.free[tier] = start + took
+            self.free[tier], self.last[tier] = start + took, len(self.events)
+        self.channels[found[0].channel] = instruction.name
         stream = tiers[-1]
         self.busy[stream] = self.busy.get(stream, 0.0) + took
         sent = float(sum(c.payload for c in found))
         self._note(instruction, stream, start, took, bytes=sent)
         self.pending[instruction.name] = (start, start + took, tiers, len(self.events) - 1)
-        if not self.walk.overlap or not instruction.opcode.endswith("-start"):
+        begins = instruction.opcode.endswith("-start") or instruction.name.startswith(_EARLIER)
+        if not self.walk.overlap or not begins:
             self._wait(instruction.name)
         return took
+
+    def _channel(self, instruction: Instruction) -> int:
+        inside = [self.walk.module.computations.get(c) for c in instruction.called]
+        return next((n for c in inside if c for i in c.instructions if (n := channel(i))), 0)
 
     def _wait(self, start: str) -> None:
         if start not in self.pending:
             return
-        _, end, tiers, index = self.pending.pop(start)
-        waited = max(0.0, end - self.now)
-        if waited:
-            self.exposed[tiers[-1]] = self.exposed.get(tiers[-1], 0.0) + waited
-            self.events[index] = dataclasses.replace(self.events[index], waited=waited)
-            self.now = end
+        _, end, _, index = self.pending.pop(start)
+        if end <= self.now:
+            return
+        # Compute stands still for what runs in the meantime: a queue is charged to those at its head first.
+        for i in self._queue(index):
+            event = self.events[i]
+            waited = event.start + event.seconds - self.now
+            if waited > 0:
+                self.exposed[event.stream] = self.exposed.get(event.stream, 0.0) + waited
+                self.events[i] = dataclasses.replace(event, waited=event.waited + waited)
+                self.now += waited
+        self.now = end  # the same, but for rounding
+
+    def _queue(self, index: int) -> list[int]:
+        """Events that a collective waited behind for its links, first to last, and itself."""
+        queue = [index]
+        while (before := self.behind.get(queue[-1])) is not None:
+            queue.append(before)
+        return queue[::-1]
 
     def _compute(self, instruction: Instruction) -> float:
         amount = work(self.walk.module, self.computation, instruction)
@@ -225,7 +257,8 @@ class _Lane:
         return self._run(max(blocks, key=lambda c: self.walk.block(c).seconds), 1) if blocks else 0.0
 
     def _repeat(self, instruction: Instruction) -> float:
-        trips = instruction.trip_count or 1
+        known = trip_count(self.walk.module, self.computation, instruction)
+        trips = 1 if known is None else known
         body = (instruction.attr("body") or "").lstrip("%")
         return self._run(body, trips) if body in self.walk.module.computations else 0.0
 

@@ -52,9 +52,9 @@ def arithmetic(module: Module, computation: Computation, instruction: Instructio
     if instruction.opcode == "fusion":
         total = Work()
         for name in instruction.called:
-            inside = module.computations.get(name)
-            for inner in inside.instructions if inside else ():
-                total = total + arithmetic(module, inside, inner)
+            if (inside := module.computations.get(name)) is not None:
+                for inner in inside.instructions:
+                    total = total + arithmetic(module, inside, inner)
         return total
     operands = list(computation.operands(instruction))
     if not operands or not operands[0].shapes:

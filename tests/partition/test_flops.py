@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lensjax.partition import partition
+from lensjax.partition import Node, Value, partition
+from lensjax.partition.flops import flops
 
 
 def counted(fn, *shapes):
@@ -61,3 +62,15 @@ def test_gradients_of_a_convolution():
 def test_batched_matmul():
     ours, _ = counted(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (5, 6, 7), (5, 7, 8))
     assert ours == 2 * 5 * 6 * 7 * 8
+
+
+def test_fused_attention_counts_its_matmuls():
+    value = Value((2, 128, 4, 64), "bf16", ((),) * 4, (2, 128, 4, 64), 131072.0)
+    full = 2 * 2 * 2 * 4 * 128 * 128 * 64
+
+    def node(target, config=""):
+        return Node("stablehlo.custom_call", (0, 0, 0), (0,), "", "",
+                    attributes={"call_target_name": f'"{target}"', "backend_config": config})  # fmt: skip
+
+    assert flops(node("__cudnn$fmhaSoftmax"), [value]) == full
+    assert flops(node("__cudnn$fmhaSoftmaxBackward", '"mask_type": "CAUSAL"'), [value]) == full * 2.5 / 2

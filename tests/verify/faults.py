@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "table split twice": Fault("resharded", Scheme(weight=_split_table), "[tokens]"),
     "axis across nodes": Fault("axis_order", Scheme(devices=lambda d: d.reshape(4, 2).T)),
-    "gradient whole": Fault("reduce_then_slice", dataclasses.replace(_FSDP, gradients=_clipped_whole), ""),
+    "gradient whole": Fault("gather_then_slice", dataclasses.replace(_FSDP, gradients=_clipped_whole), ""),
     "work repeated": Fault("repeated_work", Scheme(override=_no_tensor), "bsf"),
 }
 

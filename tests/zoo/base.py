@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class Family:
     `form` is how its step is written: "state" `step(state, batch) -> (state, metrics)`; "modules" (NNX)
     `step(model, optimizer, batch) -> metrics`, both updated in place, init returns the pair; "split" (NNX)
     `step(graphdef, state, batch) -> (state, metrics)`, init returns (graphdef, state). `call` hides the difference.
+    `options` are what its user has to tell `lensjax.parallelize`: empty but where the batch is ambiguous.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family:
     notes: str
     dtype: str = "float32"
     form: Literal["state", "modules", "split"] = "state"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def call(self, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """state, metrics of one call of `step` (jitted, decorated or bare) in this family's form."""

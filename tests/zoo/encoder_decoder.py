@@ -24,7 +24,9 @@ class Bias(nn.Module):
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, source, bias):
-        q = nn.DenseGeneral((HEADS, WIDTH // HEADS), use_bias=False, name="q")(x)
+        # Scores are not divided by the root of their size: T5 puts that into the initial queries.
+        small = nn.initializers.normal((WIDTH * WIDTH // HEADS) ** -0.5)
+        q = nn.DenseGeneral((HEADS, WIDTH // HEADS), use_bias=False, kernel_init=small, name="q")(x)
         k = nn.DenseGeneral((HEADS, WIDTH // HEADS), use_bias=False, name="k")(source)
         v = nn.DenseGeneral((HEADS, WIDTH // HEADS), use_bias=False, name="v")(source)
         probs = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, axis=-1)

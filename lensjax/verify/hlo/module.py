@@ -141,6 +141,11 @@ class Module:
         pairs = re.findall(r"\{([\d,\s]*)\}:\s*\((\d+)", text)
         return {(int(out.split(",")[0]) if out.strip() else 0): int(arg) for out, arg in pairs}
 
+    @functools.cached_property
+    def callers(self) -> Mapping[str, Instruction]:
+        """Computation -> an instruction that calls it."""
+        return {name: i for c in self.computations.values() for i in c.instructions for name in i.called}
+
     def instructions(self) -> Iterator[Instruction]:
         for computation in self.computations.values():
             yield from computation.instructions

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lensjax.verify.hlo.module import Instruction, Module
+from lensjax.verify.hlo.trips import trip_count
 
 # The computation of an asynchronous operation is named by its start and again by its update and done.
 _SECOND_MENTION = ("async-update", "async-done")
@@ -15,13 +16,14 @@ _SECOND_MENTION = ("async-update", "async-done")
 class Runs:
     """`times`: computation -> runs per step (0 = never reached). `loops`: names of loops whose trip count is not known
     and was taken as 1. `branches`: computations reached only through a conditional (each counted as if it were taken).
-    `parallel`: computations of asynchronous operations.
+    `parallel`: computations of asynchronous operations; `fused`: computations of fusions.
     """
 
     times: Mapping[str, int]
     loops: tuple[str, ...]
     branches: frozenset[str]
     parallel: frozenset[str]
+    fused: frozenset[str]
 
 
 def runs(module: Module) -> Runs:
@@ -31,14 +33,16 @@ def runs(module: Module) -> Runs:
     loops: list[str] = []
     branches: set[str] = set()
     parallel: set[str] = set()
+    fused: set[str] = set()
     for name in _callers_first(module):
         for instruction in module.computations[name].instructions:
             if not instruction.called or instruction.opcode in _SECOND_MENTION or not times[name]:
                 continue
             trips = 1
             if instruction.opcode == "while":
-                trips = instruction.trip_count or 1
-                if instruction.trip_count is None:
+                known = trip_count(module, module.computations[name], instruction)
+                trips = 1 if known is None else known
+                if known is None:
                     loops.append(instruction.name)
             for called in instruction.called:
                 if called not in times:
@@ -48,7 +52,9 @@ def runs(module: Module) -> Runs:
                     branches.add(called)
                 if instruction.opcode.endswith("-start") or name in parallel:
                     parallel.add(called)
-    return Runs(times, tuple(loops), frozenset(branches), frozenset(parallel))
+                if instruction.opcode == "fusion" or name in fused:
+                    fused.add(called)
+    return Runs(times, tuple(loops), frozenset(branches), frozenset(parallel), frozenset(fused))
 
 
 def _callers_first(module: Module) -> list[str]:

@@ -8,13 +8,13 @@ from lensjax.verify.finding import SEVERITIES, Case, Finding
 from lensjax.verify.rules.batch import batch_lost, padding, repeated_work
 from lensjax.verify.rules.gathers import gather_hoisted, gathered_twice, gathered_whole
 from lensjax.verify.rules.memory import involuntary, near_full, remat_undone
-from lensjax.verify.rules.reshard import axis_order, resharded
+from lensjax.verify.rules.reshard import axis_order, lookup_exchanged, resharded
 from lensjax.verify.rules.state import left_replicated, not_donated, optimizer_replicated
-from lensjax.verify.rules.wire import reduce_then_slice, wide_wire
+from lensjax.verify.rules.wire import sliced_after, wide_wire
 
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    batch_lost, repeated_work, padding, gathered_whole, gather_hoisted, gathered_twice, resharded, axis_order,
-    wide_wire, reduce_then_slice, not_donated, optimizer_replicated, left_replicated, near_full, remat_undone,
+    batch_lost, repeated_work, padding, gathered_whole, gather_hoisted, gathered_twice, resharded, lookup_exchanged,
+    axis_order, wide_wire, sliced_after, not_donated, optimizer_replicated, left_replicated, near_full, remat_undone,
     involuntary,
 )  # fmt: skip
 

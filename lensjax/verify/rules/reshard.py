@@ -8,6 +8,8 @@ from lensjax.partition import Body, Node
 from lensjax.partition.text import named_list
 from lensjax.verify.facts import Facts
 from lensjax.verify.finding import SMALL, Case, Finding, size
+from lensjax.verify.lines import where
+from lensjax.verify.traffic import step_bytes
 
 _EXCHANGES = ("all_to_all", "collective_permute")
 
@@ -38,6 +40,20 @@ def resharded(case: Case) -> Iterator[Finding]:
             f"an activation {list(facts.parts.values[worst.outputs[0]].shape)} goes from {_spec(before)} to "
             f"{_spec(after)} here, which no matmul asks for: {size(total)} per step on each device",
             "make the two specs agree: one of them probably has its axes in the wrong place",
+        )  # fmt: skip
+
+
+def lookup_exchanged(case: Case) -> Iterator[Finding]:
+    """A lookup in a table that is split along its features: what it returns is exchanged back to the batch."""
+    found = [c for c in case.found.collectives if c.kind == "all-to-all" and c.op_name.endswith("/gather")]
+    total = sum(step_bytes(c) for c in found)
+    if total > SMALL * max(case.total_sent, 1.0):
+        worst = max(found, key=step_bytes)
+        yield Finding(
+            "resharded", "warning", where(worst.stack), total,
+            "the table of this lookup is split along its features, so that what it returns has to be exchanged: "
+            f"{size(total)} per step on each device",
+            "pin the table's use to one split dimension, its rows",
         )  # fmt: skip
 
 
@@ -108,7 +124,7 @@ def axis_order(case: Case) -> Iterator[Finding]:
         yield Finding(
             "axis_order", "warning", "", saved,
             f"{size(now.outside)} per step leave the node of each device with this order of devices, "
-            f"{size(best.outside)} with the mesh axes nested as {', '.join(best.nesting)} (outermost first): its collectives "
-            f"then take {best.seconds * 1e3:.3g} ms instead of {now.seconds * 1e3:.3g} ms",
+            f"{size(best.outside)} with the mesh axes nested as {', '.join(best.nesting)} (outermost first): its "
+            f"collectives then take {best.seconds * 1e3:.3g} ms instead of {now.seconds * 1e3:.3g} ms",
             f"build the mesh so that {best.nesting[-1]!r} runs over the devices of one node",
         )  # fmt: skip

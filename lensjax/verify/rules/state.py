@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lensjax.program.program import Program
 from lensjax.verify.facts import Facts
 from lensjax.verify.finding import SMALL, Case, Finding, size
 
@@ -85,12 +86,12 @@ def left_replicated(case: Case) -> Iterator[Finding]:
     total = sum(a.nbytes for _, a in held) or 1
     if sum(a.nbytes for v, a in held if facts.pieces(v) > 1) < 0.5 * total:
         return  # whole parameters are the plan here (data parallel), not an oversight
-    state = sum(_state_bytes(facts, i) for i in range(len(facts.program.arguments))) or 1.0
+    state = sum(_state_bytes(facts, facts.program, i) for i in range(len(facts.program.arguments))) or 1.0
     for leaf, argument in enumerate(facts.program.arguments):
         value = facts.argument(leaf)
         if argument.role != "parameter" or value is None or facts.pieces(value) > 1:
             continue
-        local = value.bytes + _followers(facts, leaf)
+        local = value.bytes + _followers(facts, facts.program, leaf)
         if local > SMALL * state and local > SMALL * case.peak:
             yield Finding(
                 "left_replicated", "warning", "", local,
@@ -100,18 +101,16 @@ def left_replicated(case: Case) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _followers(facts: Facts, leaf: int) -> float:
+def _followers(facts: Facts, program: Program, leaf: int) -> float:
     """Bytes of the optimizer state of a parameter that is whole on every device too."""
-    following = [i for i, a in enumerate(facts.program.arguments) if a.follows == leaf]
+    following = [i for i, a in enumerate(program.arguments) if a.follows == leaf]
     values = [v for v in map(facts.argument, following) if v is not None and facts.pieces(v) == 1]
     return sum(v.bytes for v in values)
 
 
-def _state_bytes(facts: Facts, leaf: int) -> float:
+def _state_bytes(facts: Facts, program: Program, leaf: int) -> float:
     value = facts.argument(leaf)
-    return (
-        value.bytes if value is not None and facts.program.arguments[leaf].role in ("parameter", "optimizer") else 0.0
-    )
+    return value.bytes if value is not None and program.arguments[leaf].role in ("parameter", "optimizer") else 0.0
 
 
 def _largest(named: list[tuple[float, str]], count: int = 2) -> str:

@@ -95,8 +95,9 @@ def _narrow_source(module: Module, place: _Place, dtype: str, reach: int) -> str
         return ""
     if at.opcode == "fusion":
         inside = next((module.computations[c] for c in at.called if c in module.computations), None)
-        root = inside.root if inside else None
-        return _narrow_source(module, (*place, (inside, root)), dtype, reach) if root is not None else ""
+        if inside is None or inside.root is None:
+            return ""
+        return _narrow_source(module, (*place, (inside, inside.root)), dtype, reach)
     if at.opcode == "parameter":
         number = int(at.literal) if at.literal.strip().isdigit() else -1
         if len(place) < 2 or not 0 <= number < len(place[-2][1].operands):
@@ -167,28 +168,50 @@ def _converted_inside(module: Module, fusion: Instruction, name: str) -> set[str
     return found
 
 
-def reduce_then_slice(case: Case) -> Iterator[Finding]:
-    """An all-reduce of which every device reads only its own slice: a reduce-scatter sends half."""
+def sliced_after(case: Case) -> Iterator[Finding]:
+    """A sum or a gathered value brought whole to every device, which then reads only its own slice of it."""
     if case.artifact.backend == "cpu":
         return  # XLA:CPU has no reduce-scatter
-    total, worst, most = 0.0, None, 0.0
-    for c in case.found.collectives:
-        if c.kind != "all-reduce" or c.payload * c.trips < SMALL * case.total_sent / 4:
-            continue
-        computation = case.module.computations[c.computation]
-        if not _read_in_slices(case.module, computation, computation.by_name[c.name], c.members):
-            continue
-        total += step_bytes(c) / 2
-        if step_bytes(c) > most:
-            worst, most = c, step_bytes(c)
-    if worst is not None and total > SMALL * case.total_sent:
-        yield Finding(
+    for kind in ("all-reduce", "all-gather"):
+        total, worst, most = 0.0, None, 0.0
+        for c in case.found.collectives:
+            computation = case.module.computations[c.computation]
+            large = step_bytes(c) > SMALL / 4 * case.total_sent
+            if c.kind != kind or not large or c.computation in case.found.runs.fused:
+                continue
+            part = _sliced_part(case.module, computation, computation.by_name[c.name], c.members)
+            waste = step_bytes(c) * part * (0.5 if kind == "all-reduce" else 1.0)
+            total += waste
+            if waste > most:
+                worst, most = c, waste
+        if worst is not None and total > SMALL * case.total_sent:
+            yield _sliced(worst, total)
+
+
+def _sliced(worst: Collective, total: float) -> Finding:
+    if worst.kind == "all-reduce":
+        return Finding(
             "reduce_then_slice", "warning", where(worst.stack), total,
             f"an all-reduce brings the whole sum to every device, which then keeps 1/{worst.members} of it: "
             f"{size(total)} per step on each device more than a reduce-scatter sends",
             "constrain the gradient to its parameter's sharding where it is made; a weight constrained to replicated "
             "constrains its gradient too",
         )  # fmt: skip
+    return Finding(
+        "gather_then_slice", "warning", where(worst.stack), total,
+        f"a value is gathered whole and then only reduced, or sliced again: {size(total)} per step on each device for "
+        "nothing",
+        "leave it split: norms and element-wise updates work on shards (a constraint to P() makes the value whole)",
+    )  # fmt: skip
+
+
+def _sliced_part(module: Module, computation: Computation, start: Instruction, members: int) -> float:
+    """Part of a collective's result of which every reader takes at most its own share (1 for all of it)."""
+    done = next((u for u in computation.users.get(start.name, ()) if u.opcode.endswith("-done")), start)
+    parts = [u for u in computation.users.get(done.name, ()) if u.opcode == "get-tuple-element"]
+    pieces = parts if done.is_tuple and parts else [done]
+    whole = sum(p.bytes for p in pieces) or 1
+    return sum(p.bytes for p in pieces if _read_in_slices(module, computation, p, members)) / whole
 
 
 def _read_in_slices(module: Module, computation: Computation, start: Instruction, members: int) -> bool:

@@ -1,0 +1,96 @@
+"""`lensjax plan`: one JSON object and nothing else with --json; a table for people; errors with exit status 2."""
+
+import json
+import textwrap
+
+import pytest
+
+from lensjax import Plan
+from lensjax.cli import main
+
+TINY = ["plan", "llama3-tiny", "--cluster", "cpu:2x4", "--batch", "16", "--seq", "32"]
+
+
+def run(capsys, *argv):
+    status = main(list(argv))
+    return status, capsys.readouterr()
+
+
+def test_json_has_the_stable_keys(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    status, io = run(capsys, *TINY, "--json", "--out", str(out))
+    assert status == 0 and io.err == ""
+    data = json.loads(io.out)
+    assert data["schema"] == 1 and data["gap"] is None
+    assert set(data["predicted"]) == {"step_s", "peak_bytes", "tiers"}
+    assert set(data["predicted"]["tiers"]) == {"process", "host"}
+    assert set(data["seconds"]) == {"trace", "analysis", "search"}
+    names = [p["name"] for p in data["presets"]]
+    assert {"dp", "zero1", "fsdp:again", "fsdp:once", "dp=2,fsdp:again=4"} <= set(names)
+    assert Plan.load(out) == Plan.from_dict(data["plan"])
+
+
+def test_the_choice_is_never_worse_than_a_preset_that_fits(capsys):
+    _, io = run(capsys, *TINY, "--json")
+    data = json.loads(io.out)
+    assert data["predicted"]["step_s"] == min(p["step_s"] for p in data["presets"] if p["fits"])
+
+
+def test_people_get_the_table(capsys):
+    status, io = run(capsys, *TINY)
+    assert status == 0
+    words = " ".join(io.out.split())
+    for word in ("exposed", "chosen over", "largest tensors", "seconds: trace", "fsdp:again"):
+        assert word in words
+
+
+def test_a_file_of_ones_own(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        import jax, jax.numpy as jnp
+        def step(params, x):
+            return params - jax.grad(lambda p: (x @ p).mean())(params)
+        def small():
+            return step, (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32))
+        def wrong():
+            return step
+        """)
+    )
+    status, io = run(capsys, "plan", f"{tmp_path}/mine.py:small", "--cluster", "dgx-h100:1", "--json")
+    assert status == 0 and json.loads(io.out)["plan"]["mesh"]["axes"][0]["size"] == 8
+    status, io = run(capsys, "plan", f"{tmp_path}/mine.py:wrong", "--cluster", "cpu:8", "--json")
+    assert status == 2 and "expected (step, arguments)" in json.loads(io.out)["error"]["message"]
+    status, io = run(capsys, "plan", f"{tmp_path}/mine.py:none", "--cluster", "cpu:8")
+    assert status == 2 and "has no 'none'" in io.err and "small, step, wrong" in io.err
+
+
+@pytest.mark.parametrize(
+    "argv, code, message",
+    [
+        (["plan", "llama3-tiny", "--cluster", "cpu:8"], "usage", "needs --batch and --seq"),
+        (["plan", "nothing", "--cluster", "cpu:8", "--batch", "8", "--seq", "8"], "usage", "no built-in target 'nothing'"),
+        (["plan", "none.py:f", "--cluster", "cpu:8"], "usage", "there is no file none.py"),
+        (["plan", "none.py:f", "--cluster", "cpu:8", "--seq", "8"], "usage", "are for built-in models"),
+        (["plan", "llama3-tiny"], "usage", "--cluster"),
+        (["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "-1", "--seq", "8"], "usage", "not a whole number"),
+        ([*TINY, "--memory", "1000"], "does_not_fit", "nothing fits 1000 B per device"),
+        ([*TINY, "--plan", "zero9"], "plan", "is not a preset"),
+        (["plan", "llama3-tiny", "--cluster", "moon:8", "--batch", "8", "--seq", "8"], "cluster", "moon"),
+        (["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "12", "--seq", "8", "--plan", "dp"], "batch", "8 or 16"),
+    ],
+)
+def test_errors_are_json_with_status_2(capsys, argv, code, message):
+    status, io = run(capsys, *argv, "--json")
+    error = json.loads(io.out)["error"]
+    assert status == 2 and error["code"] == code and message in error["message"] + error["hint"]
+    assert set(error) == {"code", "message", "hint"} and "Traceback" not in io.err
+
+
+def test_help_does_not_import_jax():
+    import subprocess
+    import sys
+
+    code = "import sys; from lensjax.cli import main; main([]); assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout and "topo" in done.stdout
