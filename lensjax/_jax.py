@@ -106,9 +106,14 @@ def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(e for e in open_jaxpr(jaxpr).effects if effects.ordered_effects.contains(e))
 
 
+def is_jitted(fn: Any) -> bool:
+    """Whether `fn` was made by `jax.jit`."""
+    return getattr(fn, "_jit_info", None) is not None
+
+
 def static_arguments(fn: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(static_argnums, static_argnames) of a function made by `jax.jit`; empty for any other function."""
-    info = getattr(fn, "_jit_info", None)
+    """(static_argnums, static_argnames) of a function made by `jax.jit` or `nnx.jit`; empty for any other function."""
+    info = getattr(fn, "_jit_info", None) or getattr(getattr(fn, "jitted_fn", None), "_jit_info", None)
     return (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
 
 

@@ -60,10 +60,9 @@ def _predict(rows: list, cluster: str | None, leave_out: str | None) -> tuple[np
 
 
 def _row(row: Any, seconds: float, problem: str | None) -> dict[str, Any]:
-    from lensjax.topology.collectives_table import RATE_SIZE, bus_factor
+    from lensjax.topology.collectives_table import bus_factor
 
-    size = row.bytes if row.bytes is not None else RATE_SIZE
-    rate = size / seconds if seconds > 0 else float("nan")
+    rate = row.priced_bytes / seconds if seconds > 0 else float("nan")
     result = {
         "id": row.line,
         "op": row.op,
@@ -80,11 +79,9 @@ def _row(row: Any, seconds: float, problem: str | None) -> dict[str, Any]:
 
 def summarise(rows: list, predicted: np.ndarray) -> dict[str, Any]:
     """Relative errors of time: over all rows that state one, per operation and tier, and of the large-message rates."""
-    from lensjax.topology.collectives_table import RATE_SIZE
-
     measured = np.array([r.seconds if r.seconds else np.nan for r in rows])
     errors = np.abs(predicted / measured - 1)
-    rates = np.array([RATE_SIZE / r.rate if r.rate and r.bytes is None else np.nan for r in rows])
+    rates = np.array([r.priced_bytes / r.rate if r.rate and r.bytes is None else np.nan for r in rows])
     groups: dict[tuple[str, str], list[float]] = {}
     for row, error in zip(rows, errors):
         groups.setdefault((row.op, row.scope), []).append(error)
@@ -122,7 +119,7 @@ def _line(summary: dict[str, Any]) -> str:
     rates = summary["without_size"]
     if not rates["rows"]:
         return "Relative error |predicted / measured - 1|."
-    return f"{rates['rows']} rows state a rate but no size: priced at 1 GiB, median error {rates['median']:.1%}, worst {rates['worst']:.1%}."
+    return f"{rates['rows']} rows state a rate but no size: priced as large messages, median error {rates['median']:.1%}, worst {rates['worst']:.1%}."
 
 
 def _unknown(problems: dict[int, str]) -> list[str]:

@@ -41,15 +41,36 @@ class Executable:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        leaves = shapes(self.emitted)
+        return self._lower(shapes(self.emitted))
+
+    def _lower(self, leaves: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
         if not self.direct:
             return self.jitted.lower(*leaves)
         args, _ = self.emitted.program.call.rebuild(leaves)
         return self.jitted.lower(*args)
 
+    def prepare(self, leaves: list[Any]) -> None:
+        """Compiles for a call with these leaves, before the call could give up the state's buffers.
+
+        JAX compiles again for an argument that comes from elsewhere. So this compiles for what later calls bring: the
+        state where the step leaves it, the rest as it comes. Raises CompileError.
+        """
+        if "compiled" not in self.__dict__:
+            known = shapes(self.emitted)
+            for i, leaf in enumerate(leaves):
+                if self.taken_as_it_is(i, leaf):
+                    known[i] = jax.ShapeDtypeStruct(known[i].shape, known[i].dtype, weak_type=known[i].weak_type)
+            self.__dict__["lowered"] = self._lower(known)
+        self.compiled  # noqa: B018 - compiles
+
+    def taken_as_it_is(self, i: int, leaf: Any) -> bool:
+        """Whether JAX places argument `i` itself: no state, and not committed to devices."""
+        state = self.emitted.program.arguments[i].result is not None
+        return not state and not (isinstance(leaf, jax.Array) and leaf.committed)
+
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """Compiles now, before a call could give up the state's buffers. Raises CompileError."""
+        """The compiled step. Raises CompileError."""
         try:
             return self.lowered.compile()
         except jax.errors.JaxRuntimeError as e:

@@ -30,7 +30,7 @@ def device_mesh(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def place(leaf: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
-    """The leaf as an array with that sharding; itself where it has it already, or is a Python number.
+    """The leaf as an array with that sharding; itself where it has it already.
 
     `own`: its buffers will be donated, so none may be shared with another array or with numpy. `device_put` shares
     what is on its device already, whatever `may_alias` says (jax 0.10.2, 0.12.0.1), and a buffer that is given up
@@ -38,7 +38,7 @@ def place(leaf: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array
     With several processes, a leaf that lives in this process only must hold the same whole value in each of them.
     """
     if isinstance(leaf, bool | int | float | complex):
-        return leaf  # type: ignore[return-value] # JAX places it, and keeps its weak type
+        return jax.device_put(leaf, sharding)  # which keeps its weak type
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf
     moved = _move(leaf, sharding)

@@ -20,6 +20,8 @@ from lensjax._errors import PlanError, TraceError
 from lensjax.execute.arguments import split_init
 from lensjax.execute.checks import check_alive, check_local_batch, check_state, explain_failure
 from lensjax.execute.executable import Executable, OtherSignature, build, run
+from lensjax.execute.in_place import InPlace
+from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
 from lensjax.execute.place import device_mesh, local_to_global, place
 from lensjax.execute.planning import Options, cluster_for, make_plan
 from lensjax.passes.shardings import named, resolve
@@ -36,7 +38,8 @@ class Step:
 
     def __init__(self, fn: Callable[..., Any], options: Options):
         functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
+        self._fn = fn  # what is traced: the user's function, or the pure step behind it (see _adopt)
+        self._modules: InPlace | None = None
         self._options = options
         self._run: Executable | None = None
         self._ready: list[Executable] = []
@@ -48,14 +51,35 @@ class Step:
     # ---- running ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step; the first call plans and compiles. Raises a LensjaxError where the arguments do not fit."""
-        if self._run is not None:
-            try:
-                return self._run(*args, **kwargs)
-            except (OtherSignature, ValueError, TypeError, RuntimeError) as e:
-                failure = e
-            return self._again(args, kwargs, failure)
-        return self._first(args, kwargs)
+        """Runs one step; the first call plans and compiles. Raises a LensjaxError where the arguments do not fit.
+
+        NNX modules among the arguments are updated in place, after the step succeeded.
+        """
+        if self._run is None:
+            self._adopt(args, kwargs)
+        if self._modules is not None:
+            return self._modules.call(self._pure_call, args, kwargs)
+        return self._pure_call(args, kwargs)
+
+    def _adopt(self, *trees: Any) -> None:
+        """Takes the step for one that updates NNX modules in place, where there are some among its arguments."""
+        if self._modules is None and holds_modules(self._fn, *trees):
+            self._modules = InPlace(self._fn)
+            self._fn = self._modules.pure
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments as the traced function takes them."""
+        self._adopt(args, kwargs)
+        return self._modules.take(args, kwargs).tree if self._modules is not None else (args, kwargs)
+
+    def _pure_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._run is None:
+            return self._first(args, kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except (OtherSignature, ValueError, TypeError, RuntimeError) as e:
+            failure = e
+        return self._again(args, kwargs, failure)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = flatten_call(self._fn, args, kwargs)
@@ -67,8 +91,10 @@ class Step:
         return self._start(executable, args, kwargs)
 
     def _start(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executable.compiled  # noqa: B018 - compiles; the state is still the user's
-        args, kwargs = self._placed(executable, args, kwargs)
+        leaves = executable.leaves(args, kwargs)
+        assert leaves is not None
+        executable.prepare(leaves)  # the state is still the user's
+        args, kwargs = self._placed(executable, leaves)
         result = run(executable, args, kwargs)
         if executable not in self._ready:
             self._ready.append(executable)
@@ -95,15 +121,16 @@ class Step:
         log.info(note)
         return self._start(self._build(program, self.plan), args, kwargs)
 
-    def _placed(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The call's leaves on the mesh. A buffer that stands twice in a donated state is copied: it can be given up
-        once."""
+    def _placed(self, executable: Executable, leaves: list[Any]) -> tuple[Any, Any]:
+        """The call's arguments, the state on the mesh. A buffer that stands twice in a donated state is copied: it can
+        be given up once."""
         emitted = executable.emitted
-        leaves = executable.leaves(args, kwargs)
-        assert leaves is not None
         seen: set[int] = set()
         out = []
         for i, (leaf, sharding) in enumerate(zip(leaves, emitted.arguments)):
+            if executable.taken_as_it_is(i, leaf):
+                out.append(leaf)
+                continue
             placed = place(leaf, sharding, own=i in emitted.donated)
             if i in emitted.donated:
                 if id(placed) in seen:
@@ -137,7 +164,7 @@ class Step:
     def plan_for(self, *shapes: Any, **kwargs: Any) -> Plan:
         """Plans for arguments given as arrays or ShapeDtypeStructs, in the step's own order. Needs no devices when a
         cluster is given."""
-        return self._plan(self._analyze(shapes, kwargs))
+        return self._plan(self._analyze(*self._taken(shapes, kwargs)))
 
     def init(self, fn: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)` (which makes the state), with every leaf sharded from the start.
@@ -153,18 +180,23 @@ class Step:
                 "# an example batch, or its ShapeDtypeStructs",
             )
         made, tree = self._init(fn, args, kwargs, batch)
-        return jax.tree.unflatten(tree, made(*args))
+        return give_back(jax.tree.unflatten(tree, made(*args)))[0]
 
     def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, Any]:
-        """(a jitted function from `args` to the state's leaves, the state's tree)."""
-        state = jax.eval_shape(functools.partial(fn, **kwargs), *args)
+        """(a jitted function from `args` to the state's leaves, the state's tree, modules taken apart)."""
+
+        def create(*a: Any) -> Any:
+            made = fn(*a, **kwargs)
+            return take(made).tree if holds_modules(fn, made) else made
+
+        state = jax.eval_shape(create, *args)
         if batch is not None:
-            shapes = split_init(self._fn, state, jax.tree.map(abstract_leaf, batch))
-            self._plan(self._analyze(shapes, {}))
+            shapes = split_init(self._fn, give_back(state)[0], abstract_batch(batch))
+            self._plan(self._analyze(*self._taken(shapes, {})))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
         # equal but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
-        return jax.jit(lambda *a: jax.tree.leaves(fn(*a, **kwargs)), out_shardings=shardings), tree
+        return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), tree
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
@@ -241,7 +273,7 @@ class Step:
         leaves = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named(mesh, s)) for a, s in zip(program.arguments, specs)
         ]
-        args, _ = program.call.rebuild(leaves)
+        args, _ = give_back(program.call.rebuild(leaves))[0]
         index, _ = program.call.rebuild(range(len(program.call.leaves)))
         state = tuple(
             arg
@@ -305,6 +337,11 @@ class Off:
         return "lensjax is off: the step runs as it was written."
 
     explain_trace = explain
+
+
+def abstract_batch(batch: Any) -> Any:
+    """The shapes of a batch. Modules in it (a stream of keys) stay what they are."""
+    return jax.tree.map(lambda x: x if is_module(x) else abstract_leaf(x), batch, is_leaf=stop)
 
 
 def abstract_leaf(leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     flat, tree = jax.tree_util.tree_flatten_with_path(_with_fixed(fn, args, kwargs, names))
     leaves, paths, statics, dynamic = [], [], [], []
     for path, leaf in flat:
-        name = _path_name(path, names)
+        name = path_name(path, names)
         if isinstance(leaf, Fixed) or not is_dynamic(leaf):
             statics.append((name, leaf))
             dynamic.append(False)
@@ -129,7 +129,7 @@ class Fixed:
     value: Any
 
 
-def _path_name(path: Any, names: list[str]) -> str:
+def path_name(path: Any, names: list[str]) -> str:
     # path[0] selects (args, kwargs); path[1] the argument.
     key = path[1]
     first = names[key.idx] if path[0].idx == 0 else str(key.key)

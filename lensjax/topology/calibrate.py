@@ -17,7 +17,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from lensjax.topology.calibrate_model import Design, design
 from lensjax.topology.collectives_profile import NCCL_PROTOCOLS, PLAIN, Profile
-from lensjax.topology.collectives_table import RATE_SIZE, Row
+from lensjax.topology.collectives_table import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,8 @@ def left_out(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> np.ndarray:
 
 
 def predict(found: Fit, rows: Sequence[Row]) -> np.ndarray:
-    """Seconds of each row (float [rows]); without a size it is priced at RATE_SIZE. Unknown systems take their family's word."""
-    data = design(rows, RATE_SIZE)
+    """Seconds of each row (float [rows]); without a size at Row.priced_bytes. Unknown systems take their family's word."""
+    data = design(rows)
     where = list(zip(data.inner, data.outer, data.system))
     logs = {p.name: np.array([found.log(p, *place) for place in where]) for p in PARAMETERS}
     keys = data.subset_keys()
@@ -144,7 +144,7 @@ class Problem:
     """The least-squares problem of a table: rows, unknowns, and which unknowns add up to each row's log constants."""
 
     def __init__(self, rows: Sequence[Row]):
-        self.data = design(rows, RATE_SIZE)
+        self.data = design(rows)
         self.unknowns = _unknowns(self.data)
         self.matrices = _matrices(self.data, self.unknowns)
         self.spread = np.array([u.spread for u in self.unknowns])
@@ -228,7 +228,7 @@ def _matrices(data: Design, unknowns: list[Unknown]) -> dict[str, tuple[np.ndarr
     subset = np.array([f"{s}|{way}|{n}" for s, n, _, way in data.subset_keys()])
     result = {}
     for name in (*_STARTS, *_SUBSETS):
-        mine = np.array([j for j, u in enumerate(unknowns) if u.parameter == name])
+        mine = np.array([j for j, u in enumerate(unknowns) if u.parameter == name], int)
         matrix = np.zeros((len(system), len(mine)))
         for column, u in enumerate(unknowns[j] for j in mine):
             matrix[:, column] = {

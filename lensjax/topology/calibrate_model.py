@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, Terms, line, shift
+from lensjax._errors import ClusterError
+from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, OPS, Terms, line, shift
 from lensjax.topology.collectives_profile import NCCL_PROTOCOLS, PLAIN, family_of, outer_family_of
 from lensjax.topology.collectives_span import span
 from lensjax.topology.collectives_table import Row, place
@@ -92,12 +93,12 @@ class Design:
         return np.where(applies, np.minimum(best, alpha + beta * self.sizes), best)
 
 
-def design(rows: Sequence[Row], rate_size: float) -> Design:
+def design(rows: Sequence[Row]) -> Design:
     """The geometry of all rows. Raises ClusterError for a row whose machine or collective is not known."""
     cases = {r.series + (r.notes if "strided" in r.notes or "node" in r.notes else "",): None for r in rows}
     cases = {key: _case(next(r for r in rows if _key(r) == key)) for key in cases}
     each = [cases[_key(r)] for r in rows]
-    sizes = np.array([r.bytes if r.bytes is not None else rate_size for r in rows], float)
+    sizes = np.array([r.priced_bytes for r in rows], float)
     measured = np.array([r.seconds or (s / r.rate if r.rate else np.nan) for r, s in zip(rows, sizes)])
     clusters = [c for c, _ in each]
     terms = {name: _stack([options.get(name) for _, options in each]) for name in _OPTIONS}
@@ -123,6 +124,8 @@ def _key(row: Row) -> tuple:
 
 def _case(row: Row):  # noqa: ANN202
     cluster, groups = place(row)
+    if row.op not in OPS:
+        raise ClusterError(f"line {row.line}: no collective {row.op!r}", hint=f"one of {', '.join(OPS)}")
     if row.op == "permute":
         return cluster, {"direct": shift(cluster, groups)}
     aware, lies = outer_family_of(cluster) == "efa", span(cluster, groups)

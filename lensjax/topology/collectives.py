@@ -17,7 +17,17 @@ import numpy as np
 
 from lensjax._errors import ClusterError
 from lensjax.topology.cluster import Cluster
-from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, OPS, Terms, line, protocols_of, shift
+from lensjax.topology.collectives_formulas import (
+    ALGORITHMS,
+    CHUNKS,
+    MENU,
+    OPS,
+    Terms,
+    hierarchical,
+    line,
+    protocols_of,
+    shift,
+)
 from lensjax.topology.collectives_profile import Profile, profile_of
 from lensjax.topology.collectives_span import Span, as_groups, hop_rates, span
 
@@ -106,7 +116,10 @@ def _options(cluster: Cluster, op: str, groups: Any, algorithm: str, profile: Pr
     if op == "permute":
         return [("direct", shift(cluster, groups))]
     lies = groups if isinstance(groups, Span) else span(cluster, groups)
-    found = [(name, ALGORITHMS[name](cluster, op, lies, profile.aware_trees)) for name in names]
+    found = [(name, ALGORITHMS[name](cluster, op, lies, profile.aware_trees)) for name in names if name != "hierarchical"]
+    if "hierarchical" in names:
+        ways = ((m, trees) for m in CHUNKS for trees in (False, True))
+        found += [("hierarchical", hierarchical(cluster, op, lies, profile.aware_trees, *way)) for way in ways]
     options = [(name, terms) for name, terms in found if terms is not None]
     if not options:
         raise ClusterError(f"{algorithm} does not apply to {op} here on {cluster.name}", hint="use algorithm='auto'")

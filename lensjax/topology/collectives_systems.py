@@ -51,17 +51,15 @@ def describe(system: str, scope: str, devices: int, notes: str = "") -> Cluster:
         raise ClusterError(f"no known machine in {system!r}", hint="name an accelerator (A100, H100, v5e, ...) or pass --cluster")
     if name.startswith("tpu"):
         return Cluster.parse(f"{name}:{devices}")
-    if scope == "intra":
-        size = Cluster.parse(name).tiers[0].size
-        return Cluster.parse(f"{name}:{max(-(-devices // size), 1)}")
-    return _network(_units(name, system, devices, notes), system)
-
-
-def _units(name: str, system: str, devices: int, notes: str) -> Cluster:
-    size = Cluster.parse(name).tiers[0].size
-    noted = re.search(r"(\d+) ?node", notes) or re.search(r"\b(\d+)x (?:AWS |GCP )?[a-z]", system)
-    units = int(noted[1]) if noted else max(-(-devices // size), 2)
-    return Cluster.parse(f"{name}:{max(units, 2)}")
+    whole = Cluster.parse(name).tiers[0].size
+    small = re.search(r"\b([1-7])[- ](?:GPU|card)s?\b|\b([1-7]) GPUs?(?: per |/)node", system)
+    size = min(int(small[1] or small[2]), whole) if small and not name.startswith("gb200") else whole
+    units = max(-(-devices // size), 1)
+    if scope != "intra":
+        noted = re.search(r"\b(\d+) ?node", notes) or re.search(r"\b(\d+)x p\d", system)
+        units = max(int(noted[1]) if noted else units, 2)
+    cluster = Cluster.parse(f"{name}:{units}" if size == whole else f"{name}:{units}x{size}")
+    return cluster if scope == "intra" else _network(cluster, system)
 
 
 def _network(cluster: Cluster, system: str) -> Cluster:
