@@ -151,7 +151,7 @@ def _differing(one: Partitioned, two: Partitioned) -> tuple[dict[int, tuple[int,
     """
     found: dict[int, tuple[int, ...]] = {}
     paired, total = _compare(one.body, two.body, one, two, found)
-    if paired < 0.9 * total:
+    if paired < 0.5 * total:
         return {}, f"twice the batch gives another program: {total - paired} of {total} operations have no counterpart"
     return found, ""
 
