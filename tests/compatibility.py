@@ -103,9 +103,8 @@ def write_page(families: dict, rows: dict[tuple[str, str], dict]) -> None:
             cells = [rows.get((family, p)) for p in plans]
             lines.append(f"| {family} | " + " | ".join(signs[c["result"]] if c else "" for c in cells) + " |")
         lines.append("")
-    worst = max(
-        (r["gradients"] / r["tolerance"], r["family"], r["plan"]) for r in rows.values() if r["result"] == "equal"
-    )
+    equal = [r for r in rows.values() if r["result"] == "equal"]
+    worst = max((r["gradients"] / r["tolerance"], r["family"], r["plan"]) for r in equal)
     counts = collections.Counter(r["result"] for r in rows.values())
     lines += [
         f"{dict(counts)}; the largest difference is {worst[0]:.2f} of its tolerance ({worst[1]} under `{worst[2]}`).",
