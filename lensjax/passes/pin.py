@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lensjax import _jax
 from lensjax._errors import PlanError
+from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.shardings import Shardings, batch_axes, named, resolve, ways
 from lensjax.plan.plan import Plan, Spec
@@ -36,8 +37,8 @@ _VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A split weight, or a view of one, on its way to its uses. `use`: the spec in which matmuls read it: whole along the
-    axes that split the batch, still split along the others."""
+    """A split weight, or a view of one, on its way to its uses. `use`: the spec in which matmuls read it: whole along
+    the axes that split the batch, still split along the others."""
 
     spec: Spec
     use: Spec
@@ -144,12 +145,14 @@ class _Pinner:
         if not self.rules:
             return False
         majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
-        return any(axis in majors and set(mesh) & set(self.axes) for axis, mesh in self.rules if axis not in self.batch_ids)
+        return any(
+            axis in majors and set(mesh) & set(self.axes) for axis, mesh in self.rules if axis not in self.batch_ids
+        )
 
     # ---- one body ---------------------------------------------------------------------------------------------------
 
     def _body(self, b: Builder, jaxpr: Any, weights: dict[Any, Weight]) -> None:
-        gathered: dict[tuple[Any, str], Any] = {}
+        gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
@@ -186,8 +189,8 @@ class _Pinner:
         return entries
 
     def _entries(self, v: Any) -> list[Any] | None:
-        """The plan's rules on a value's logical axes, in their order: a mesh axis splits one dimension of a value. A dimension
-        in which a ruled axis stands behind another one is left to the partitioner."""
+        """The plan's rules on a value's logical axes, in their order: a mesh axis splits one dimension of a value. A
+        dimension in which a ruled axis stands behind another one is left to the partitioner."""
         logical, shape = self.program.logical, shape_of(v)
         if v not in logical.dims:
             return self._batch_entries(v)
@@ -253,15 +256,23 @@ class _Pinner:
         phase = ""
         if weight.gather == "again":
             phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
-        if (var, phase) not in gathered:
+        narrow = read_as(eqn, i)
+        key = (var, phase, narrow)
+        if key not in gathered:
             source = b.read(var)
             other = next((k for k, a in enumerate(eqn.invars) if k != i and is_var(a) and a in self.batch.dims), None)
-            if phase == "backward" and (var, "forward") in gathered and other is not None:
-                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight
-                # whole.
+            if phase == "backward" and (var, "forward", narrow) in gathered and other is not None:
+                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight.
                 source, ins[other] = b.apply(_together, source, ins[other], like=eqn, name="lensjax.again")
-            gathered[var, phase] = self._constrain(b, source, weight.use, eqn, "gather")
-        return gathered[var, phase]
+            if narrow is not None:
+                # Every reader casts first: the cast value is what travels. Casting back and again changes no bit.
+                source = b.apply(Cast(narrow), source, like=eqn, name="lensjax.cast")[0]
+                source = self._constrain(b, source, weight.spec, eqn, "weight")
+            source = self._constrain(b, source, weight.use, eqn, "gather")
+            if narrow is not None:
+                source = b.apply(Cast(var.aval.dtype), source, like=eqn, name="lensjax.cast")[0]
+            gathered[key] = source
+        return gathered[key]
 
     # ---- nested bodies ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Logical axes: which dimensions of the program's values must be split together, and what they are called.
 
-Every value of the program is marked, the marked program is lowered once, and Shardy's own rules for each operation say which
-dimensions are one (`lensjax.partition.dimension_factors`). Nothing about layers or names is assumed.
+Every value of the program is marked, the marked program is lowered once, and Shardy's own rules for each operation say
+which dimensions are one (`lensjax.partition.dimension_factors`). Nothing about layers or names is assumed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lensjax.program.edit import Builder, bodies, is_var, map_bodies, shape_of
 
 @dataclasses.dataclass(frozen=True)
 class Logical:
-    """`axes[i]` is logical axis i, `names[i]` what it is called: "batch", or the first argument (by path) that has it, with
-    the dimension; `dims`: variable -> for each dimension the axes that make it up, major first."""
+    """`axes[i]` is logical axis i, `names[i]` what it is called: "batch", or the first argument (by path) that has it,
+    with the dimension; `dims`: variable -> for each dimension the axes that make it up, major first."""
 
     axes: tuple[LogicalAxis, ...]
     names: tuple[str, ...]
@@ -35,8 +35,9 @@ class Logical:
 
 
 def logical_axes(jaxpr: Any, names: Sequence[str], batch: Mapping[int, int], first: Collection[int] = ()) -> Logical:
-    """The logical axes of a program without calls. `names`: paths of its arguments, which name the axes, those in `first`
-    (parameters) before the others; `batch`: {argument: dimension} of the batch. Raises PartitionError or UnsupportedJax as the partitioner does."""
+    """The logical axes of a program without calls. `names`: paths of its arguments, which name the axes, those in
+    `first` (parameters) before the others; `batch`: {argument: dimension} of the batch. Raises PartitionError or
+    UnsupportedJax as the partitioner does."""
     inner = _jax.open_jaxpr(jaxpr)
     marker = _Marker()
     marked = marker.body(inner, top=True)

@@ -1,18 +1,21 @@
 """Tensor and expert parallelism from logical axes: which dimensions to split so that matmuls pair up as column and row.
 
-Splitting a logical axis costs an all-reduce wherever a matmul contracts it, and nothing where it only runs along. A weight
-between two axes can be split along one of them. So the axes to split are those that cover the most weight for the least
-contracted output, no two of them in one weight: in a dense decoder the hidden axis of the MLP, the heads and the vocabulary,
-never the residual stream. That is the column/row pairing of Megatron-LM (Shoeybi et al. 2019, section 3), found rather
-than named.
+Splitting a logical axis costs an all-reduce wherever a matmul contracts it, and nothing where it only runs along. A
+weight between two axes can be split along one of them. So the axes to split are those that cover the most weight for
+the least contracted output, no two of them in one weight: in a dense decoder the hidden axis of the MLP, the heads and
+the vocabulary, never the residual stream. That is the column/row pairing of Megatron-LM (Shoeybi et al. 2019, section
+3), found rather than named.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import networkx
 
 from lensjax import _jax
 from lensjax._errors import PlanError
@@ -30,11 +33,12 @@ class SplitAxes:
 
 
 def weight_axes(program: Program) -> dict[int, set[int]]:
-    """{logical axis: parameters that it splits} (as the major part of a dimension), layer indices left out."""
+    """{logical axis: matrices that it splits} (as the major part of a dimension), layer indices left out."""
     logical, found = program.logical, collections.defaultdict(set)
     stacked = {i for layer in program.layers for i in layer.parameters}
     for i, v in _parameters(program):
-        for d in range(1 if i in stacked else 0, len(program.arguments[i].shape)):
+        dims = range(1 if i in stacked else 0, len(program.arguments[i].shape))
+        for d in dims if len(dims) > 1 else ():
             axis = logical.major(v, d)
             if axis is not None:
                 found[axis].add(i)
@@ -54,8 +58,8 @@ def batch_input_axes(program: Program) -> set[int]:
 
 
 def expert_axes(program: Program) -> set[int]:
-    """Logical axes that select a weight rather than run through it: batch dimensions of a matmul between activations and
-    weights, groups of a ragged matmul. Where there are experts, their axis is one of these."""
+    """Logical axes that select a weight rather than run through it: batch dimensions of a matmul between activations
+    and weights, groups of a ragged matmul. Where there are experts, their axis is one of these."""
     logical, found = program.logical, set()
     weights = weight_axes(program)
     inputs = batch_input_axes(program)
@@ -71,7 +75,8 @@ def expert_axes(program: Program) -> set[int]:
 
 
 def contraction_bytes(program: Program) -> dict[int, float]:
-    """{logical axis: bytes of the matmul and lookup results with a batch dimension that sum over it}, loops multiplied."""
+    """{logical axis: bytes of the matmul and lookup results with a batch dimension that sum over it}, loops
+    multiplied."""
     logical, cost = program.logical, collections.defaultdict(float)
     for eqn, trips in _equations(_jax.open_jaxpr(program.jaxpr), 1):
         out = eqn.outvars[0] if eqn.outvars else None
@@ -108,13 +113,14 @@ def _equations(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
 
 
 def tensor_axes(program: Program, ways: int) -> SplitAxes:
-    """The logical axes that tensor parallelism splits in `ways` parts. Raises PlanError, with the reasons, where none is."""
+    """The logical axes that tensor parallelism splits in `ways` parts. Raises PlanError, with the reasons, where none
+    is."""
     weights, inputs, cost = weight_axes(program), batch_input_axes(program), contraction_bytes(program)
     experts = expert_axes(program)
-    reasons, candidates = {}, []
+    reasons: dict[int, str] = {}
+    gain: dict[int, tuple[float, float]] = {}
     for axis, members in weights.items():
         size = program.logical.axes[axis].size
-        covered = sum(program.arguments[i].nbytes for i in members)
         if axis in inputs:
             reasons[axis] = "it is an axis of the batch's arguments"
         elif axis in experts:
@@ -122,28 +128,43 @@ def tensor_axes(program: Program, ways: int) -> SplitAxes:
         elif size % ways:
             reasons[axis] = f"its size {size} does not divide into {ways} equal parts"
         else:
-            candidates.append((cost.get(axis, 0.0) / covered, -covered, axis))
-    chosen: list[int] = []
-    for _, _, axis in sorted(c for c in candidates if not _is_stream(c[2], candidates, weights, program)):
-        clash = next((a for a in chosen if weights[a] & weights[axis]), None)
-        if clash is None:
-            chosen.append(axis)
-        else:
-            reasons[axis] = f"a weight has it together with {program.logical.names[clash]!r}, which is cheaper to split"
-    # An axis of small leaves only (a norm's scale) gains nothing.
-    chosen = [a for a in chosen if any(len(program.arguments[i].shape) > 1 for i in weights[a])]
+            gain[axis] = (sum(program.arguments[i].nbytes for i in members), -cost.get(axis, 0.0))
+    clashes = {a: frozenset(o for o in gain if o != a and weights[o] & weights[a]) for a in gain}
+    chosen = _best_independent(gain, clashes)
+    for axis in set(gain) - chosen:
+        clash = next(iter(sorted(clashes[axis] & chosen)), None)
+        with_ = program.logical.names[clash] if clash is not None else "nothing"
+        reasons[axis] = f"a weight has it together with {with_!r}, which is better split"
     if not chosen:
-        listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items()) or "no weight has an axis to split"
+        listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items()) or "no matrix has an axis"
         raise PlanError(f"no logical axis of the weights can be split in {ways}: {listed}")
     return SplitAxes(tuple(sorted(chosen)), reasons)
 
 
-def _is_stream(axis: int, candidates: list[Any], weights: dict[int, set[int]], program: Program) -> bool:
-    """Whether `axis` is the stream between the others: axes that meet it in weights cover, without it, as many of its weights
-    (counted by matrices) as it does. Splitting the stream would put an all-reduce on every matmul's wide side."""
-    matrices = {i for i in weights[axis] if len(program.arguments[i].shape) > 1}
-    others = [c[2] for c in candidates if c[2] != axis and weights[c[2]] & matrices]
-    covered = set().union(*(weights[o] for o in others)) if others else set()
-    return len(others) >= 2 and len(matrices) >= 3 and matrices <= covered and all(
-        len(matrices) > len(weights[o] & matrices) for o in others
-    )
+def _best_independent(gain: Mapping[int, tuple[float, float]], clashes: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """The set without clashes that covers the most weight, and of these the one that contracts least. Exact: components
+    are solved apart and remembered, and a component is halved at the axis with the most clashes (the residual stream),
+    after which one layer no longer knows of the next."""
+
+    @functools.cache
+    def best(vertices: frozenset[int]) -> tuple[float, float, frozenset[int]]:
+        if not vertices:
+            return 0.0, 0.0, frozenset()
+        parts = _components(vertices, clashes)
+        if len(parts) > 1:
+            found = [best(p) for p in parts]
+            return sum(f[0] for f in found), sum(f[1] for f in found), frozenset().union(*(f[2] for f in found))
+        v = max(sorted(vertices), key=lambda a: len(clashes[a] & vertices))
+        without = best(vertices - {v})
+        rest = best(vertices - {v} - clashes[v])
+        taken = (rest[0] + gain[v][0], rest[1] + gain[v][1], rest[2] | {v})
+        return max(taken, without, key=lambda x: (x[0], x[1], sorted(x[2])))
+
+    return best(frozenset(gain))[2]
+
+
+def _components(vertices: frozenset[int], clashes: Mapping[int, frozenset[int]]) -> list[frozenset[int]]:
+    graph = networkx.Graph()
+    graph.add_nodes_from(sorted(vertices))
+    graph.add_edges_from((a, b) for a in vertices for b in clashes[a] & vertices)
+    return [frozenset(c) for c in networkx.connected_components(graph)]

@@ -25,7 +25,9 @@ def make_rows(found, noise=0.0, seed=0):
 def planted():
     """The shipped constants, with the ring of these two systems changed."""
     base = shipped()
-    return dataclasses.replace(base, systems={**base.systems, "8x A100 lab": {"ring": -0.3}, "8x A100 shop": {"ring": -0.2}})
+    return dataclasses.replace(
+        base, systems={**base.systems, "8x A100 lab": {"ring": -0.3}, "8x A100 shop": {"ring": -0.2}}
+    )
 
 
 def test_planted_constants_are_found(planted):

@@ -1,5 +1,6 @@
 """The price of a collective against formulas worked out by hand, and its contract."""
 
+import itertools
 import time
 
 import numpy as np
@@ -79,9 +80,9 @@ def test_permute_shares_links_like_the_flows_do():
 
 def test_multicast_adds_in_the_switch():
     hopper = machine(Tier("node", 8, 450e9, 2e-6, multicast=True))
-    assert collective_time(hopper, "all_reduce", np.arange(8), S, algorithm="multicast", profile=IDEAL) == pytest.approx(
-        2 * 2e-6 + S / 450e9
-    )
+    assert collective_time(
+        hopper, "all_reduce", np.arange(8), S, algorithm="multicast", profile=IDEAL
+    ) == pytest.approx(2 * 2e-6 + S / 450e9)
 
 
 def test_a_half_duplex_link_has_half_the_bandwidth():
@@ -131,9 +132,11 @@ def test_the_library_switches_protocol_and_algorithm_by_size():
     h100, node = Cluster.parse("dgx-h100:4"), np.arange(8)
     by_size = [collective_choice(h100, "all_reduce", node, s) for s in np.logspace(2, 10, 60)]
     assert by_size[0][1] == "LL" and by_size[-1] == ("multicast", "Simple")
-    assert len(dict.fromkeys(by_size)) == sum(a != b for a, b in zip(by_size, by_size[1:])) + 1  # no choice returns
+    assert len(dict.fromkeys(by_size)) == sum(a != b for a, b in itertools.pairwise(by_size)) + 1  # no choice returns
     across = np.arange(32)
-    assert collective_choice(h100, "all_reduce", across, 1e3)[0] == "tree"  # latency: log2 of the nodes, not their number
+    assert (
+        collective_choice(h100, "all_reduce", across, 1e3)[0] == "tree"
+    )  # latency: log2 of the nodes, not their number
 
 
 def test_efficiency_grows_with_size_and_is_not_two_constants():

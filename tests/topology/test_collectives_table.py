@@ -1,4 +1,6 @@
-"""The published measurements: read right, predicted within the promised error, and the orders that any model must show."""
+"""The published measurements: read right, predicted within the promised error, and the orders that any model must
+show.
+"""
 
 import json
 import os
@@ -53,7 +55,11 @@ def test_rows_keep_their_line_and_say_only_what_was_published(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("x,intra,all_reduce,eight,1,1,,", "line 2"), ("x,intra,all_reduce,8,much,1,,", "line 2"), ("x,intra,all_reduce,0,1,1,,", "line 2")],
+    [
+        ("x,intra,all_reduce,eight,1,1,,", "line 2"),
+        ("x,intra,all_reduce,8,much,1,,", "line 2"),
+        ("x,intra,all_reduce,0,1,1,,", "line 2"),
+    ],
 )
 def test_a_row_that_is_no_row_is_named(tmp_path, text, expected):
     with pytest.raises(ClusterError, match=expected):
@@ -105,7 +111,9 @@ def test_the_shipped_constants_meet_the_promise(rows):
 def test_rows_that_the_fit_never_saw_meet_the_promise(left_out, median, p90):
     command = [sys.executable, "-m", "lensjax.cli", "collectives", str(TABLE), "--leave-out", left_out, "--json"]
     # One BLAS thread: many small factorisations are slower on several.
-    found = subprocess.run(command, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        command, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, check=True, capture_output=True, text=True
+    )
     summary = json.loads(found.stdout)["summary"]
     assert summary["rows"] >= 290
     assert summary["median"] <= median
@@ -145,7 +153,9 @@ def test_all_to_all_collapses_outside_the_nvlink_domain(rows):
     inside = collective_time(gb200, "all_to_all", np.arange(72), 17e9) * 72 / 71
     outside = collective_time(gb200, "all_to_all", np.arange(144), 17e9) * 144 / 143
     assert outside / inside > 5  # measured: 681 against 41 GB/s, 16.8 times
-    gathered = collective_time(gb200, "all_gather", np.arange(144), 17e9) / collective_time(gb200, "all_gather", np.arange(72), 17e9)
+    gathered = collective_time(gb200, "all_gather", np.arange(144), 17e9) / collective_time(
+        gb200, "all_gather", np.arange(72), 17e9
+    )
     assert gathered < 1.3  # while an all-gather keeps its rate: measured 681 and 704 GB/s
 
 
@@ -155,10 +165,13 @@ def test_multicast_is_about_1_3_times_faster_than_the_ring_in_a_hopper_node():
     assert ring / switch == pytest.approx(1.3, rel=0.1)  # nccl-tests#212: 480 against 370 GB/s
 
 
-@pytest.mark.parametrize(("spec", "at_two"), [("dgx-a100:{}", 1.2), ("dgx-h100:{}", 1.4), ("p4de:{}", 1.6), ("p3.16xlarge:{}", 1.8)])
+@pytest.mark.parametrize(
+    ("spec", "at_two"), [("dgx-a100:{}", 1.2), ("dgx-h100:{}", 1.4), ("p4de:{}", 1.6), ("p3.16xlarge:{}", 1.8)]
+)
 def test_hierarchical_beats_the_flat_ring_from_two_nodes_up(spec, at_two):
-    """Of an algorithm that knows the tiers 2 (K-1)/K of the payload leaves a node, of the flat ring 2 (n-1)/n: most at two
-    nodes and on slow networks (1.9 times at 25 Gb/s a node). For small payloads it is the hops, and grows with the nodes.
+    """Of an algorithm that knows the tiers 2 (K-1)/K of the payload leaves a node, of the flat ring 2 (n-1)/n: most at
+    two nodes and on slow networks (1.9 times at 25 Gb/s a node). For small payloads it is the hops, and grows with the
+    nodes.
     """
     large, small = [], []
     for nodes in (2, 4, 8, 32):

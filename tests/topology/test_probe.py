@@ -118,3 +118,18 @@ def test_wrong_calls_are_refused_before_anything_is_measured(arguments, text, ca
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert cli.main(["probe", *arguments, "--json"]) == 2
     assert text in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_host(tmp_path):
+    """Each process runs the command; process 0 writes, the other says who it is."""
+    command = [sys.executable, "-m", "lensjax.cli", "probe", "--emulate", "2", "--largest", "64KiB", "--json"]
+    command += ["--out", str(tmp_path / "c.json"), "--coordinator", "127.0.0.1:31877", "--processes", "2"]
+    runs = [
+        subprocess.Popen([*command, "--process", str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    outputs = [json.loads(run.communicate(timeout=300)[0]) for run in runs]
+    assert [(t["name"], t["size"]) for t in outputs[0]["tiers"]] == [("process", 2), ("host", 4)]
+    assert outputs[1] == {"schema": 1, "process": 1}
+    assert Cluster.parse(tmp_path / "c.json").devices == 4
