@@ -15,11 +15,11 @@ from lensjax.partition import Collective as Planned
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.plan.plan import Plan, Predicted
-from lensjax.program.program import Program
+from lensjax.program.program import Program, analyze
 from lensjax.search.price import price
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
-from lensjax.verify.facts import Facts, doubled, leaf_axes, lowered_facts
+from lensjax.verify.facts import Facts, doubled, lowered_facts
 from lensjax.verify.finding import SMALL, Finding, size
 from lensjax.verify.lines import where
 from lensjax.verify.place import target_of
@@ -66,6 +66,11 @@ class Proof:
     def holds(self) -> bool:
         """No warning and no error."""
         return all(f.severity == "note" for f in self.findings)
+
+    def __str__(self) -> str:
+        from lensjax.verify.show import text
+
+        return text(self)
 
 
 def prove(
@@ -117,16 +122,14 @@ def _facts(
         return partition(lower(emit(other, plan, abstract_mesh(plan)), platform))
 
     try:
-        return lowered_facts(lowered, program, leaf_axes(program), twice if again else None)
+        return lowered_facts(lowered, program, twice if again else None)
     except PartitionError:
         return None
 
 
-def twice_the_batch(program: Program, step: Any, args: tuple[Any, ...]) -> Callable[[], Program]:
-    """For `prove`: the program of `step(*args)` with twice the batch."""
-    from lensjax.program.program import analyze
-
-    return lambda: analyze(step, doubled(args, leaf_axes(program)))
+def twice_the_batch(program: Program, step: Callable[..., Any]) -> Callable[[], Program]:
+    """For `prove`: makes the program of the same call of `step` with twice the batch."""
+    return lambda: analyze(step, *doubled(program))
 
 
 def compare(planned: tuple[Planned, ...], made: Audit, mesh: Mapping[str, int]) -> tuple[Row, ...]:
