@@ -1,1 +1,61 @@
-"""lensjax: a sharding compiler frontend for JAX."""
+"""lensjax: a sharding compiler frontend for JAX.
+
+    @lensjax.parallelize(cluster="dgx-h100:32")
+    def train_step(state, batch): ...
+
+The names are imported when they are first used, so that importing the package touches neither JAX nor a device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lensjax._errors import (
+    BatchError,
+    ClusterError,
+    CompileError,
+    DoesNotFit,
+    LensjaxError,
+    PartitionError,
+    PlanError,
+    StateError,
+    TraceError,
+    UnsupportedJax,
+)
+
+if TYPE_CHECKING:
+    from lensjax.execute.parallelize import parallelize
+    from lensjax.plan.plan import Plan
+    from lensjax.topology.cluster import Cluster
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "parallelize": "lensjax.execute.parallelize",
+    "Plan": "lensjax.plan.plan",
+    "Cluster": "lensjax.topology.cluster",
+}
+
+__all__ = [
+    "BatchError",
+    "Cluster",
+    "ClusterError",
+    "CompileError",
+    "DoesNotFit",
+    "LensjaxError",
+    "PartitionError",
+    "Plan",
+    "PlanError",
+    "StateError",
+    "TraceError",
+    "UnsupportedJax",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'lensjax' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

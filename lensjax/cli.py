@@ -18,6 +18,7 @@ from lensjax._errors import LensjaxError, UsageError
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
 COMMANDS: dict[str, str] = {
     "collectives": "lensjax.commands.collectives",
+    "plan": "lensjax.commands.plan",
     "probe": "lensjax.commands.probe",
     "topo": "lensjax.commands.topo",
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a command found: `data` for `--json`, `show` (rich renderables, or strings) for people, and an exit status."""
+    """What a command found: `data` for `--json`, `show` (rich renderables, or strings) for people, and an exit
+    status."""
 
     data: dict[str, Any]
     show: tuple[Any, ...] = ()

@@ -126,8 +126,7 @@ def _side_rates(split: Split, cluster: Cluster, level: Level, length: int) -> np
 
 
 def _close_torus(states: _States, traffic: np.ndarray) -> None:
-    with np.errstate(divide="ignore"):
-        time = np.where(states.torus > 0, traffic / states.torus, 0.0)
+    time = np.divide(traffic, states.torus, out=np.zeros_like(states.torus), where=states.torus > 0)
     states.worst, states.total = np.maximum(states.worst, time), states.total + time
 
 

@@ -82,6 +82,7 @@ class _Merger:
         self.latency = np.array([d["latency"] for *_, d in edges])
         self.kind = [str(d["kind"]) for *_, d in edges]
         self.label = np.arange(len(index))
+        self.settled = 0  # number of groups when they last took in their own switches
 
     def groups(self) -> np.ndarray:
         """int [devices]: the group of each device, numbered from 0."""
@@ -93,7 +94,10 @@ class _Merger:
 
         A few groups whose links are all slower (a slow NIC) join through those as if they were not.
         """
-        self.label = self._with_private()
+        if self.settled != len(np.unique(self.label[: self.devices])):
+            # Once for each grouping: doing it again would measure from what was taken in, and take in ever more.
+            self.label = self._with_private()
+            self.settled = len(np.unique(self.label[: self.devices]))
         ends, many = self.label[self.ends], len(self.label)
         cross = ends[:, 0] != ends[:, 1]
         count = np.bincount(self.label[: self.devices], minlength=many)

@@ -76,8 +76,9 @@ def draw(cluster: Cluster, path: str | Path) -> None:
     figure = Figure(figsize=(13, 6), layout="constrained")
     FigureCanvasAgg(figure)
     tree, heat = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    lost = f", {len(cluster.missing)} slots empty" if cluster.missing else ""
-    figure.suptitle(f"{cluster.name}: {cluster.devices:,} x {cluster.device.name}{lost}", fontsize=14)
+    names = " and ".join(dict.fromkeys([cluster.device.name, *(o.device.name for o in cluster.others)]))
+    lost = f", {len(cluster.missing)} empty slot{'s' * (len(cluster.missing) > 1)}" if cluster.missing else ""
+    figure.suptitle(f"{cluster.name}: {cluster.devices:,} x {names}{lost}", fontsize=14)
     _draw_tree(cluster, tree)
     _draw_heat(cluster, figure, heat)
     figure.savefig(path, dpi=110, bbox_inches="tight", pad_inches=0.15)
@@ -168,8 +169,19 @@ def _caption(tier: Tier) -> str:
         f"{pretty(tier.usable, 'B/s')} a device, {pretty(tier.latency, 's')}",
     ]
     if tier.kind == "torus":
-        lines.append("torus " + " x ".join(f"{n}{'' if w else ' (open)'}" for n, w in zip(tier.shape, tier.wrap)))
+        lines.append(torus_text(tier))
     more = [f"{tier.nic_sharing} share a NIC or link"] if tier.nic_sharing > 1 else []
     more += [f"oversubscribed {tier.oversubscription:.3g}:1"] if tier.oversubscription > 1 else []
     more += ["reduces in the switch"] if tier.multicast else []
     return "\n".join([*lines, *([", ".join(more)] if more else [])])
+
+
+def torus_text(tier: Tier) -> str:
+    """ "torus 16x16", "mesh 4x4" (no side closes), "torus 8x16, side 8 open"."""
+    shape = "x".join(map(str, tier.shape))
+    sides = [n for n, w in zip(tier.shape, tier.wrap) if not w and n > 1]
+    if not any(tier.wrap):
+        return f"mesh {shape}, no wrap links"
+    return f"torus {shape}" + (
+        f", side{'s' if len(sides) > 1 else ''} {', '.join(map(str, sides))} open" if sides else ""
+    )

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.tree import Tree
 
 from lensjax.topology import loads
-from lensjax.topology.cluster import Cluster, Tier
+from lensjax.topology.cluster import Cluster, Device, Tier
 from lensjax.topology.mesh import Placement
-from lensjax.topology.picture import pair_bandwidth
+from lensjax.topology.picture import pair_bandwidth, torus_text
 from lensjax.topology.units import pretty
 
 _NAMES = ("data", "fsdp", "model")
@@ -23,12 +23,13 @@ _MATRIX = 16  # devices up to which the terminal shows every pair
 
 def suggested_axes(cluster: Cluster) -> dict[str, int]:
     """Axes for a first look: one per tier (data outermost, model inside), at most three."""
-    if cluster.tiers[0].kind == "torus" or len(cluster.tiers) == 1:
-        model = max(n for n in (1, 2, 4, 8) if cluster.devices % n == 0)
+    inner, *outer = cluster.tiers
+    if inner.kind == "torus" or not outer:
+        model = max(n for n in (1, 2, 4, 8) if cluster.devices % n == 0 and (n == 1 or 2 * n <= cluster.devices))
         return {"data": -1, "model": model}
-    sizes = [cluster.tiers[0].size]
-    if len(cluster.tiers) > 2:
-        sizes.append(cluster.tiers[1].size // cluster.tiers[0].size)
+    if cluster.missing:
+        return {"data": -1, "model": inner.size}  # fewer axes leave fewer whole nodes idle
+    sizes = [inner.size, *(t.size // inner.size for t in outer[:-1])][:2]
     names = _NAMES if len(sizes) == 2 else (_NAMES[0], _NAMES[2])
     return dict(zip(names, [-1, *reversed(sizes)]))
 
@@ -88,11 +89,26 @@ def renderables(
 
 
 def _headline(cluster: Cluster) -> str:
-    d = cluster.device
+    kinds = [cluster.device, *dict.fromkeys(o.device for o in cluster.others)]
+    if len(kinds) == 1:
+        return f"[bold]{escape(cluster.name)}[/]: {cluster.devices:,} x {_device(kinds[0])}"
+    others = {
+        d.name: sum(_present(cluster, o.start, o.stop) for o in cluster.others if o.device == d) for d in kinds[1:]
+    }
+    counts = {cluster.device.name: cluster.devices - sum(others.values()), **others}
+    lines = [f"  {counts[d.name]:,} x {_device(d)}" for d in kinds]
+    return "\n".join([f"[bold]{escape(cluster.name)}[/]: {cluster.devices:,} devices", *lines])
+
+
+def _present(cluster: Cluster, start: int, stop: int) -> int:
+    return stop - start - sum(start <= s < stop for s in cluster.missing)
+
+
+def _device(d: Device) -> str:
     peak = d.peak.get("bfloat16", d.peak.get("float16", d.peak["float32"]))
     dtype = next(k for k, v in d.peak.items() if v == peak)
-    text = f"[bold]{escape(cluster.name)}[/]: {cluster.devices:,} x {d.name} ({pretty(d.memory, 'B')} at "
-    return text + f"{pretty(d.memory_bandwidth, 'B/s')}, {pretty(peak, 'FLOP/s')} {dtype} dense)"
+    text = f"{escape(d.name)} ({pretty(d.memory, 'B')} at {pretty(d.memory_bandwidth, 'B/s')}, "
+    return text + f"{pretty(peak, 'FLOP/s')} {dtype} dense)"
 
 
 def _tiers(cluster: Cluster) -> Table:
@@ -111,7 +127,7 @@ def _tiers(cluster: Cluster) -> Table:
 def _remarks(cluster: Cluster, tier: Tier) -> list[str]:
     result = []
     if tier.kind == "torus":
-        result.append("torus " + "x".join(f"{n}{'' if w else ' open'}" for n, w in zip(tier.shape, tier.wrap)))
+        result.append(torus_text(tier))
     elif tier.kind != "switch":
         result.append(tier.kind)
     result += [f"{tier.nic_sharing} share a NIC or link"] if tier.nic_sharing > 1 else []
@@ -151,6 +167,7 @@ def _matrix(cluster: Cluster) -> Table:
     finite = matrix[np.isfinite(matrix)]
     unit, scale = ("GB/s", 1e9) if finite.max() >= 1e9 else ("MB/s", 1e6)
     title = f"{unit} between devices when all send, one direction"
+    title += "; direct links taken as equal" if cluster.tiers[0].kind == "mesh" else ""
     table = Table("", *map(str, range(cluster.devices)), title=title, title_justify="left", box=None, pad_edge=False)
     low, high = math.log(finite.min()), math.log(finite.max())
     for i, row in enumerate(matrix):
@@ -183,7 +200,7 @@ def _mesh(cluster: Cluster, placed: Placement, traffic: Mapping[str, float] | No
             f"predicted: {pretty(placed.seconds, 's')} a step for this traffic; in rank order {pretty(plain, 's')}"
         )
     if not placed.regular:
-        parts.append("[yellow]these sizes are no regular box of this machine: devices are filled in order[/]")
+        parts.append("placed unevenly: devices in order, which is cheaper here than a regular box, or the only way")
     if placed.idle:
         listed = ", ".join(map(str, placed.idle[:12])) + (", ..." if len(placed.idle) > 12 else "")
         parts.append(f"[yellow]{len(placed.idle)} devices stay idle[/]: {listed}")

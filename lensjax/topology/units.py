@@ -15,7 +15,7 @@ from lensjax._errors import ClusterError
 _PREFIX = {p: Fraction(1000**i) for i, p in enumerate(("", "k", "M", "G", "T", "P"))} | {"K": Fraction(1000)}
 _BINARY = {p: Fraction(1024**i) for i, p in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
 _TIME = {"s": Fraction(1)} | {p: Fraction(1, 1000**i) for p, i in (("ms", 1), ("us", 2), ("µs", 2), ("ns", 3))}
-_NUMBER = re.compile(r"^\s*([-+]?[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*(\S.*)?$")
+_NUMBER = re.compile(r"^\s*([-+]?[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]{1,3})?)\s*(\S.*)?$")
 _SIZE = re.compile(r"^(Ki|Mi|Gi|Ti|[kKMGTP]?)(B|bit|b|FLOP|OP)$")
 
 # What a quantity may be written in. The base unit of each is what the number means without a unit.
@@ -37,6 +37,8 @@ def parse(value: object, kind: str, where: str) -> float:
     number, unit = Fraction(match[1].replace("_", "")), (match[2] or "").strip()
     scale = Fraction(1) if not unit else _scale(unit, kind)
     if scale is None:
+        raise _wrong(value, kind, where)
+    if number > 10**30:  # more than any machine has; a Fraction may be too large for a float
         raise _wrong(value, kind, where)
     return _checked(float(number * scale), value, kind, where)
 

@@ -69,6 +69,9 @@ def parse(text: str) -> Network:
             raise bad(SOURCE, number, line, "a block (Switch, Ca, Rt), a port ([1] ...) or a comment")
     if not blocks:
         raise ClusterError(f"{SOURCE}: no switch and no adapter", hint="paste its whole output")
+    bare = next((guid for guid in blocks if guid not in {here for here, _ in ports}), None)
+    if bare is not None:  # what has no cable is not discovered
+        raise cut_off(SOURCE, len(lines), f"the ports of {bare}")
     cables = _cables(ports, blocks, len(lines))
     switches = {g: d for g, (kind, d) in blocks.items() if kind == "Switch"}
     adapters = {g: _host(d, g) for g, (kind, d) in blocks.items() if kind == "Ca" and "Aggregation" not in d}

@@ -65,6 +65,9 @@ class _Reader:
         self.notes: list[str] = []
         self.bus = {self.attribute(p, "busid").lower(): p for p in self.root.iter("pci")}
         self.gpu_at = {b: p.find("gpu") for b, p in self.bus.items() if p.find("gpu") is not None}
+        for gpu in self.gpus:
+            if not any(gpu is placed for placed in self.gpu_at.values()):
+                raise bad(SOURCE, self.line(gpu), f"<gpu dev={gpu.get('dev')}>", "it alone in a <pci> of its own busid")
 
     def fabric(self, nodes: int = 1) -> Fabric:
         links: list[Link] = []

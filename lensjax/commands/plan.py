@@ -1,0 +1,70 @@
+"""`lensjax plan`: the plan for a step on a cluster, with no device and nothing run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from lensjax.commands import Result
+from lensjax.commands.target import add_target, load_target
+
+HELP = "plan a training step for a cluster, without any device"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument("--cluster", required=True, metavar="SPEC", help="dgx-h100:32, cpu:2x4, or a YAML/JSON file")
+    parser.add_argument("--plan", help="price this preset or plan file instead of choosing")
+    parser.add_argument("--memory", type=float, help="bytes per device to stay within (default: the device's)")
+    parser.add_argument("--out", metavar="PLAN.json", help="write the plan")
+
+
+def run(args: argparse.Namespace) -> Result:
+    import os
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no device, and must not take one
+    from lensjax.execute.planning import Options, make_plan
+    from lensjax.program.program import analyze
+    from lensjax.report.explain import explanation
+    from lensjax.report.progress import steps
+    from lensjax.topology.cluster import Cluster
+
+    cluster = Cluster.parse(args.cluster)
+    seconds: dict[str, float] = {}
+    with steps("planning", quiet=args.json) as progress:
+        progress("tracing")
+        step, arguments = load_target(args)
+        program = analyze(step, arguments, seconds=seconds)
+        start = time.perf_counter()
+        options = Options(plan=args.plan, memory=args.memory, report=progress)
+        choice = make_plan(program, cluster, options)
+        seconds["search"] = time.perf_counter() - start
+    if args.out:
+        choice.plan.save(args.out)
+    shown: tuple[Any, ...] = (
+        *explanation(program, choice),
+        "seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()),
+    )
+    return Result(_data(choice, seconds), shown)
+
+
+def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    p = choice.plan.predicted
+    return {
+        "plan": choice.plan.to_dict(),
+        "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
+        "presets": [
+            {
+                "name": c.name,
+                "step_s": c.plan.predicted.step_s if c.plan else None,
+                "peak_bytes": c.plan.predicted.peak_bytes if c.plan else None,
+                "tiers": dict(c.plan.predicted.tiers) if c.plan else None,
+                "fits": c.fits(choice.memory),
+                "reason": c.reason or None,
+            }
+            for c in choice.candidates
+        ],
+        "gap": None,
+        "seconds": seconds,
+    }

@@ -1,0 +1,130 @@
+"""The order in which one device works, as far as it decides what is alive: combined collectives, late gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lensjax.cost.communication import COMBINE
+from lensjax.partition.data import Body, Node, Value
+from lensjax.partition.fusion import ALIASES, FREE, Fusion, captured, sources
+from lensjax.partition.simplify import COLLECTIVES, payload
+
+# Operations whose result never takes the place of an operand; every other one may when sizes are equal and nobody reads
+# the operand afterwards (XLA's buffer assignment, CanShareOperandBufferWithUser).
+_APART = frozenset(["stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call", "stablehlo.fft",
+                    "stablehlo.reduce_window", "stablehlo.transpose", "stablehlo.reduce", "chlo.ragged_dot",
+                    *COLLECTIVES]) - {"all_reduce"}  # fmt: skip
+_UPDATES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
+_COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A node that makes buffers: what it writes, what it reads through the chain fused into it, its own operands."""
+
+    node: Node
+    writes: tuple[int, ...]
+    reads: frozenset[int]
+    direct: tuple[int, ...]
+
+    def may_overwrite(self, value: int) -> bool:
+        """Whether a result may be written over this operand."""
+        if self.node.name in _UPDATES:
+            return bool(self.direct) and self.direct[0] == value
+        return self.node.name not in _APART
+
+
+def steps_of(body: Body, model: Fusion, values: Sequence[Value]) -> list[Step]:
+    """A body's steps in the order in which XLA would run them."""
+    steps = [_step(n, model, values) for n in body.nodes if _matters(n, model)]
+    return _sink(_combine(steps, values), values)
+
+
+def _matters(node: Node, model: Fusion) -> bool:
+    if node.name in ALIASES or node.name in FREE:
+        return False
+    return not node.outputs or any(v in model.stored for v in node.outputs) or bool(node.bodies)
+
+
+def _step(node: Node, model: Fusion, values: Sequence[Value]) -> Step:
+    reads = set(sources(node, values, model))
+    for inner in node.bodies:
+        reads |= {model.buffer(v) for v in captured(inner)}
+    return Step(node, node.outputs, frozenset(reads), tuple(model.buffer(v) for v in node.inputs))
+
+
+def _combine(steps: list[Step], values: Sequence[Value]) -> list[Step]:
+    """Collectives of one kind as one call, whose operands wait for the last of them and whose results come together
+    (xla/service/all_reduce_combiner.cc and its siblings)."""
+    made = {v: i for i, s in enumerate(steps) for v in s.writes}
+    depth: list[int] = []
+    bundle: dict[tuple, int] = {}
+    size: dict[int, float] = defaultdict(float)
+    merged: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        before = [made[v] for v in step.reads if v in made]
+        depth.append(max((depth[j] + (steps[j].node.name in COLLECTIVES) for j in before), default=0))
+        if step.node.name not in _COMBINED:
+            continue
+        key = (step.node.name, step.node.axes, values[step.writes[0]].dtype, depth[i])
+        bytes_ = payload(step.node, values)
+        if key not in bundle or size[bundle[key]] + bytes_ > COMBINE:
+            bundle[key] = i
+        merged[i] = bundle[key]
+        size[bundle[key]] += bytes_
+    return _in_order(steps, merged, made)
+
+
+def _in_order(steps: list[Step], merged: dict[int, int], made: dict[int, int]) -> list[Step]:
+    """Steps with `merged` ones (member -> first) as one, each as early in the program as what it reads allows."""
+    new: dict[int, Step] = {}
+    for i, step in enumerate(steps):
+        first = merged.get(i, i)
+        if first in new:
+            old = new[first]
+            step = Step(old.node, old.writes + step.writes, old.reads | step.reads, old.direct + step.direct)
+        new[first] = step
+    waits = {i: {merged.get(made[v], made[v]) for v in s.reads if v in made} - {i} for i, s in new.items()}
+    after: dict[int, list[int]] = defaultdict(list)
+    for i, before in waits.items():
+        for j in before:
+            after[j].append(i)
+    ready = [i for i, before in waits.items() if not before]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(new[i])
+        for j in after[i]:
+            waits[j].discard(i)
+            if not waits[j]:
+                heapq.heappush(ready, j)
+    return order
+
+
+def _sink(steps: list[Step], values: Sequence[Value]) -> list[Step]:
+    """The steps with each as late as its first reader allows, where that frees more than it keeps alive.
+
+    A stand-in for XLA's memory-aware list scheduler (xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc): programs
+    gather the weights of a layer first, the compiler gathers them where they are used.
+    """
+    time = [float(i) for i in range(len(steps))]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for i, step in enumerate(steps):
+        for value in step.reads:
+            readers[value].append(i)
+    for i in reversed(range(len(steps))):
+        step = steps[i]
+        users = [time[u] for v in step.writes for u in readers[v]]
+        if not users or min(users) <= i + 1 or step.node.bodies:
+            continue
+        target = min(users) - 0.5
+        kept = sum(
+            values[v].bytes for v in step.reads if max((time[u] for u in readers[v] if u != i), default=-1.0) < target
+        )
+        if kept < sum(values[v].bytes for v in step.writes):
+            time[i] = target - 1e-6 * (len(steps) - i)
+    return [steps[i] for i in sorted(range(len(steps)), key=lambda i: time[i])]

@@ -1,0 +1,1 @@
+"""Running a step under its plan."""

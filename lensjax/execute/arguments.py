@@ -1,0 +1,42 @@
+"""How a made state and an example batch become the step's arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lensjax._errors import TraceError
+
+
+def split_init(fn: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:
+    """The step's positional arguments from what the init function returns and the example batch.
+
+    Either may be one argument or a tuple of several; the step's number of parameters decides, one argument first.
+    Raises TraceError when no reading gives that number.
+    """
+    least, most = _arity(fn)
+    states = [(state,)] + ([tuple(state)] if type(state) in (tuple, list) else [])
+    batches = [(batch,)] + ([tuple(batch)] if type(batch) in (tuple, list) else [])
+    readings = [s + b for s in states for b in batches]
+    for args in readings:
+        if least <= len(args) <= most:
+            return args
+    counts = sorted({len(r) for r in readings})
+    raise TraceError(
+        f"the step takes {least if least == most else f'{least} to {most}'} arguments; the state and the batch make "
+        f"{' or '.join(map(str, counts))}",
+        hint="init's fn returns the state argument (or a tuple of them), batch= is the rest (a tuple where there are "
+        "several)",
+    )
+
+
+def _arity(fn: Callable[..., Any]) -> tuple[int, float]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return 0, float("inf")
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in positional)
+    most = float("inf") if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    return least, most

@@ -1,0 +1,78 @@
+"""What can be wrong with a call, said in the user's own names, before anything is computed or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from lensjax._errors import BatchError, LensjaxError, StateError
+from lensjax.program.program import Program
+from lensjax.program.trace import Call, abstract
+
+
+def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises StateError when a buffer was given up by an earlier call."""
+    dead = [path for path, x in zip(paths, leaves) if isinstance(x, jax.Array) and x.is_deleted()]
+    if dead:
+        more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
+        raise StateError(
+            f"{dead[0]}{more} was donated to an earlier call and is gone",
+            hint="go on with the state that the call returned (state, metrics = step(state, batch)), or use "
+            "parallelize(donate=False) to keep the old one",
+            code="donated",
+        )
+
+
+def check_state(old: Program, call: Call) -> None:
+    """Raises StateError when a call brings a state of another structure or other shapes than the planned one.
+
+    It looks at the arguments only: a changed state usually makes the step itself fail, in less helpful words.
+    """
+    before = {a.path: a for a in old.arguments if a.role not in ("batch", "constant")}
+    batch = {a.path for a in old.arguments if a.role == "batch"}
+    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves) if p not in batch}
+    gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
+    if gone or come:
+        lost = f"{gone[0]} is missing" if gone else ""
+        found = f"{come[0]} is new" if come else ""
+        raise StateError(
+            f"the arguments changed their structure between calls: {' and '.join(x for x in (lost, found) if x)}"
+            f" ({len(gone)} leaves fewer, {len(come)} more)",
+            hint="a step and its plan belong to one structure: decorate the function again for another one",
+        )
+    for path, a in before.items():
+        b = after[path]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise StateError(
+                f"the state changed between calls: {path} was {a.dtype}{list(a.shape)} and is {b.dtype}{list(b.shape)}",
+                hint="a step and its plan belong to one set of shapes: decorate the function again for another one",
+            )
+
+
+def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence[Any]) -> None:
+    """Raises BatchError when a process's part of the batch is not its share of the planned one."""
+    arguments = [program.arguments[i] for i in members]
+    if len(leaves) != len(arguments):
+        raise BatchError(
+            f"the batch has {len(leaves)} leaves; the step's has {len(arguments)}: {', '.join(a.path for a in arguments)}"
+        )
+    processes = jax.process_count()
+    for a, leaf in zip(arguments, leaves):
+        shape = abstract(leaf).shape
+        axis = a.batch_axis or 0
+        wanted = tuple(n // processes if d == axis else n for d, n in enumerate(a.shape))
+        if shape != wanted or a.shape[axis] % processes:
+            raise BatchError(
+                f"this process brings {a.path} with shape {shape}; with {processes} processes its part of the planned "
+                f"{a.shape} is {wanted}",
+                hint="each process passes its own rows along the batch dimension, the same number in each process",
+            )
+
+
+def explain_failure(failure: Exception, executable: Any) -> Exception:
+    """The error to raise for a call that failed although its arguments fit."""
+    if isinstance(failure, LensjaxError):
+        return failure
+    return failure

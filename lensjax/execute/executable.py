@@ -1,0 +1,169 @@
+"""A program under a plan, compiled for real devices, behind the user's own signature.
+
+The steady state costs what a hand-written `jax.jit` costs: where every leaf of the arguments is an array, the jitted
+function takes the user's arguments as they are and JAX's own dispatch flattens them. Only calls with static leaves,
+keywords or captured arrays are flattened here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lensjax import _jax
+from lensjax._errors import CompileError
+from lensjax.execute.place import place
+from lensjax.passes.emit import Emitted, emit, shapes
+from lensjax.plan.plan import Plan
+from lensjax.program.program import Program
+from lensjax.program.trace import matching_leaves
+
+
+class OtherSignature(Exception):
+    """A call does not have the tree or the shapes that the executable was made for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Executable:
+    """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured
+    arrays."""
+
+    fn: Callable[..., Any]
+    emitted: Emitted
+    jitted: Any
+    direct: bool
+    captured: tuple[jax.Array, ...]
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        leaves = shapes(self.emitted)
+        if not self.direct:
+            return self.jitted.lower(*leaves)
+        args, _ = self.emitted.program.call.rebuild(leaves)
+        return self.jitted.lower(*args)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """Compiles now, before a call could give up the state's buffers. Raises CompileError."""
+        try:
+            return self.lowered.compile()
+        except jax.errors.JaxRuntimeError as e:
+            raise CompileError(
+                f"XLA did not compile the step under the plan {self.emitted.plan.name!r}: {str(e).splitlines()[0]}",
+                hint='the state is untouched; try another plan, as in parallelize(plan="dp")',
+            ) from e
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step. Raises OtherSignature before anything is computed or given up."""
+        if self.direct:
+            if kwargs:
+                raise OtherSignature
+            return self.jitted(*args)
+        leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
+        if leaves is None:
+            raise OtherSignature
+        return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The call's array leaves, None when the call is not one for this executable."""
+        leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
+        try:
+            if leaves is not None:
+                _check(self.emitted, leaves)
+        except OtherSignature:
+            return None
+        return leaves
+
+    def misplaced(self, leaves: list[Any]) -> bool:
+        """Whether some leaf is an array that lies elsewhere than the executable takes it from."""
+        return any(
+            isinstance(x, jax.Array) and not x.is_deleted() and not x.sharding.is_equivalent_to(s, x.ndim)
+            for x, s in zip(leaves, self.emitted.arguments)
+        )
+
+
+def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donate: bool) -> Executable:
+    """The step of `program` under `plan` on a mesh of real devices. Raises PlanError or BatchError where it does not
+    apply."""
+    emitted = emit(program, plan, mesh)
+    if not donate:
+        emitted = dataclasses.replace(emitted, donated=())
+    count = len(program.call.leaves)
+    captured = tuple(place(v, s) for v, s in zip(program.captured, emitted.arguments[count:]))
+    whole = donated_arguments(program, emitted.donated)
+    direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
+    jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
+    return Executable(fn, emitted, jitted, direct, captured)
+
+
+def _has_kwargs(program: Program) -> bool:
+    _, kwargs = program.call.rebuild([None] * len(program.call.leaves))
+    return bool(kwargs)
+
+
+def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Positions of the arguments all of whose leaves are donated; None when some argument is donated in part."""
+    args, _ = program.call.rebuild(range(len(program.call.leaves)))
+    out = []
+    for n, arg in enumerate(args):
+        leaves = set(jax.tree.leaves(arg))
+        if leaves and leaves <= set(donated):
+            out.append(n)
+        elif leaves & set(donated):
+            return None
+    return tuple(out)
+
+
+def _flat(emitted: Emitted) -> Any:
+    def step(*leaves):
+        _check(emitted, leaves)
+        return emitted.run(*leaves)
+
+    return jax.jit(
+        step,
+        in_shardings=list(emitted.arguments),
+        out_shardings=list(emitted.results),
+        donate_argnums=emitted.donated,
+        keep_unused=True,
+    )
+
+
+def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
+    call, out_tree = emitted.program.call, emitted.program.out_tree
+
+    def step(*args):
+        leaves, tree = jax.tree.flatten((args, {}))
+        if tree != call.tree:
+            raise OtherSignature
+        _check(emitted, leaves)
+        return jax.tree.unflatten(out_tree, emitted.run(*leaves))
+
+    in_shardings, _ = call.rebuild(emitted.arguments)
+    return jax.jit(
+        step,
+        in_shardings=in_shardings,
+        out_shardings=jax.tree.unflatten(out_tree, emitted.results),
+        donate_argnums=donated,
+        keep_unused=True,
+    )
+
+
+def _check(emitted: Emitted, leaves: Any) -> None:
+    """While tracing: the leaves must have the program's types."""
+    invars = _jax.open_jaxpr(emitted.program.jaxpr).invars
+    for leaf, v in zip(leaves, invars):
+        aval = jax.typeof(leaf)
+        if (aval.shape, aval.dtype, aval.weak_type) != (v.aval.shape, v.aval.dtype, v.aval.weak_type):
+            raise OtherSignature
+
+
+def run(executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls without JAX's warning about donated buffers that no result can take (a result of another layout)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return executable(*args, **kwargs)

@@ -1,0 +1,62 @@
+"""The decorator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lensjax._errors import PlanError
+from lensjax.execute.planning import Options
+from lensjax.execute.step import Off, Step
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    cluster: Any = None,
+    memory: float | None = None,
+    plan: Any = None,
+    pins: Mapping[str, Any] | None = None,
+    batch_argnums: Sequence[int] | int | None = None,
+    batch_axes: Any = None,
+    donate: bool = True,
+    compress: str = "off",
+    search: Any = None,
+    report: Any = None,
+) -> Any:
+    """Makes a training step run under the fastest plan that fits a cluster. A decorator, with or without arguments.
+
+    The step is any function of arrays that could be passed to `jax.jit`: it takes a state and a batch and returns the
+    next state and metrics, in any structure. It needs no change.
+
+    cluster        a `Cluster`, a name such as "dgx-h100:32" or "cpu:2x4", or a file; None: the devices that JAX sees
+    memory         bytes per device to stay within; None: the device's own
+    plan           None: choose; a preset such as "fsdp" or "dp=2,fsdp=4"; a `Plan`; a .json file; "off": do nothing
+    pins           {pattern: dimensions}: what you decide yourself, see `lensjax.plan.pins`
+    batch_argnums  positions of the batch arguments, where they cannot be found by tracing at two sizes
+    batch_axes     their batch dimension: one integer, or one (or a pytree of them) for each of these arguments
+    donate         give up the old state's buffers, as training loops want
+    compress       "off": gradients cross every link in their own precision
+    search         None: presets
+    report         a function that is called with the name of each plan while it is priced
+
+    Returns a `Step`. With the environment variable LENSJAX_OFF=1 the step runs as it was written.
+    Raises PlanError for options that do not go together; everything else is checked at the first call.
+    """
+    if compress != "off":
+        raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")
+    if search is not None:
+        raise PlanError(f"search={search!r}: the presets are searched", hint="leave search out, or name a plan")
+    options = Options(cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report)
+
+    def decorate(f: Callable[..., Any]) -> Any:
+        if os.environ.get("LENSJAX_OFF", "") not in ("", "0") or plan == "off":
+            return Off(f)
+        return Step(f, options)
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value

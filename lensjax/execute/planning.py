@@ -1,0 +1,107 @@
+"""From the options of the decorator to a plan: off, a file, a preset, or the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from lensjax import __version__
+from lensjax._errors import PlanError
+from lensjax.plan.grammar import is_file
+from lensjax.plan.pins import normalize
+from lensjax.plan.plan import Plan, Provenance
+from lensjax.program.program import Program
+from lensjax.search.presets import preset
+from lensjax.search.price import Candidate, Choice, choose, price, tier_names
+from lensjax.topology.cluster import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `parallelize` was given; see there."""
+
+    cluster: Any = None
+    memory: float | None = None
+    plan: Any = None
+    pins: Mapping[str, Any] | None = None
+    batch_argnums: Sequence[int] | None = None
+    batch_axes: Any = None
+    donate: bool = True
+    report: Any = None
+
+
+def cluster_for(spec: Any) -> Cluster:
+    """The cluster that was named, or the devices that JAX sees."""
+    if spec is not None:
+        return Cluster.parse(spec)
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        processes = jax.process_count()
+        count = len(devices)
+        return Cluster.parse(f"cpu:{processes}x{count // processes}" if processes > 1 else f"cpu:{count}")
+    raise PlanError(
+        f"which cluster these {len(devices)} {devices[0].device_kind} devices are part of is not known",
+        hint='name it, as in parallelize(cluster="dgx-h100:4")',
+    )
+
+
+def provenance(program: Program, cluster: Cluster) -> Provenance:
+    return Provenance(
+        program=program.fingerprint,
+        cluster=cluster.name,
+        versions={"lensjax": __version__, "jax": jax.__version__},
+        x64=bool(getattr(jax.config, "jax_enable_x64")),
+        prng=str(getattr(jax.config, "jax_default_prng_impl")),
+    )
+
+
+def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
+    """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit."""
+    pins = normalize(options.pins)
+    limit = options.memory if options.memory is not None else cluster.device.memory
+    given = options.plan
+    if given is None:
+        choice = choose(program, cluster, memory=options.memory, pins=pins, progress=_progress(options.report))
+    elif isinstance(given, str) and not is_file(given):
+        plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
+        plan = price(program, plan, cluster)
+        choice = Choice(plan, (Candidate(given, plan),), limit)
+    else:
+        plan = given if isinstance(given, Plan) else Plan.load(pathlib.Path(given))
+        check_plan(program, cluster, plan)
+        plan = plan if plan.predicted is not None else price(program, plan, cluster)
+        return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
+    plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
+    return dataclasses.replace(choice, plan=plan)
+
+
+def check_plan(program: Program, cluster: Cluster, plan: Plan) -> None:
+    """Raises PlanError naming the field in which a replayed plan does not belong to this program or cluster."""
+    if plan.mesh.size != cluster.devices:
+        raise PlanError(
+            f"field 'mesh' of the plan is for {plan.mesh.size} devices ({plan.mesh.shape}); the cluster "
+            f"{cluster.name} has {cluster.devices}",
+            hint="plan again for this cluster",
+        )
+    here = provenance(program, cluster)
+    made = plan.provenance
+    if made.program and made.program != here.program:
+        raise PlanError(
+            f"field 'provenance.program' of the plan is {made.program}; this step is program {here.program}",
+            hint="the plan was made for another program (or other shapes): plan again, or clear the field to use its "
+            "shardings all the same",
+        )
+    for name in ("x64", "prng"):
+        if made.program and getattr(made, name) != getattr(here, name):
+            raise PlanError(
+                f"field 'provenance.{name}' of the plan is {getattr(made, name)!r}; here it is {getattr(here, name)!r}",
+                hint="the setting changes the program's numbers: set it as it was, or plan again",
+            )
+
+
+def _progress(report: Any) -> Any:
+    return report if callable(report) else None

@@ -1,0 +1,178 @@
+"""Which values exist in memory: a model of XLA's fusion, on data.
+
+XLA computes chains of element-wise, broadcasting, slicing and reducing operations in one pass over memory, and repeats
+a cheap producer inside each consumer rather than storing it. So a value is *stored* when an operation that needs a real
+buffer reads it (a matmul, a collective, a loop), when it leaves its body, when a reduction made it, or when several
+consumers would each have to repeat more reading than its own size (XLA's priority fusion weighs exactly that:
+xla/service/gpu/transforms/priority_fusion.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lensjax.partition.data import Body, Node, Value
+from lensjax.partition.simplify import COLLECTIVES
+from lensjax.partition.text import integers
+
+# The result is the operand's buffer, read differently.
+ALIASES = frozenset(
+    ["stablehlo.reshape", "stablehlo.optimization_barrier", "stablehlo.bitcast_convert", "stablehlo.get_tuple_element",
+     "stablehlo.tuple", "stablehlo.create_token", "stablehlo.after_all"]
+)  # fmt: skip
+# Made where needed, never read from memory.
+FREE = frozenset(["stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id", "stablehlo.replica_id"])
+# Operations that read and write real buffers; everything else fuses.
+KERNELS = frozenset(
+    ["stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call", "stablehlo.scatter", "stablehlo.sort",
+     "stablehlo.fft", "stablehlo.rng_bit_generator", "stablehlo.reduce_window", "stablehlo.select_and_scatter",
+     "stablehlo.cholesky", "stablehlo.triangular_solve", "stablehlo.while", "stablehlo.case", "stablehlo.if",
+     "stablehlo.rng", "stablehlo.infeed", "stablehlo.outfeed", "stablehlo.send", "stablehlo.recv",
+     "sdy.manual_computation", "stablehlo.dynamic_update_slice", "stablehlo.composite", "chlo.top_k",
+     "chlo.ragged_dot", "stablehlo.batch_norm_training", "stablehlo.batch_norm_grad", *COLLECTIVES]
+)  # fmt: skip
+# These read only as much of their first operand as they return.
+SLICING = frozenset(["stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.gather", "all_slice"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """Where values of a body live: `root` follows aliases, `stored` are roots with a buffer, `maker` their node,
+    `users` the positions of the nodes that read them. `generated` values come from constants alone: whoever can fuse
+    them makes them again, so only an operation that needs a buffer reads one."""
+
+    root: dict[int, int]
+    stored: frozenset[int]
+    maker: dict[int, Node]
+    users: dict[int, list[int]]
+    generated: frozenset[int]
+
+    def buffer(self, value: int) -> int:
+        return self.root.get(value, value)
+
+
+def fuse(body: Body, values: Sequence[Value]) -> Fusion:
+    """The fusion model of one body; nested bodies have their own, and read outer values as stored ones."""
+    root, maker, copied = _roots(body, values)
+    users: dict[int, list[int]] = defaultdict(list)
+    generated: set[int] = set()
+    needed = {root.get(v, v) for v in body.results} | {v for v in copied if v in maker}
+    for position, node in enumerate(body.nodes):
+        if root.get(node.outputs[0] if node.outputs else -1) is not None:
+            continue
+        inputs = [root.get(v, v) for v in node.inputs]
+        for value in inputs:
+            users[value].append(position)
+        if node.name in FREE or (inputs and node.name not in KERNELS and generated.issuperset(inputs)):
+            generated.update(node.outputs)
+        inside = {root.get(v, v) for inner in node.bodies for v in captured(inner)}
+        for value in inside:
+            users[value].append(position)
+        if node.name in KERNELS:
+            needed.update(inputs[:1] if node.name == "stablehlo.dynamic_update_slice" else inputs)
+        needed.update(inside)
+    stored = {v for v in maker if _is_stored(v, maker, needed, users)}
+    model = Fusion(root, frozenset(stored), maker, users, frozenset(generated))
+    return dataclasses.replace(model, stored=frozenset(stored | _worth_storing(body, values, model)))
+
+
+def _roots(body: Body, values: Sequence[Value]) -> tuple[dict[int, int], dict[int, Node], set[int]]:
+    """Alias -> buffer; buffer -> the node that makes it; values that are copied as their layout does not match.
+
+    A transpose is a layout of the same buffer (XLA's layout assignment) until an element-wise operation meets operands
+    of different layouts: then one of them is copied.
+    """
+    root: dict[int, int] = {}
+    maker: dict[int, Node] = {}
+    order: dict[int, tuple[int, ...]] = {}  # value -> the dimension of its buffer that each dimension is; else any
+    copied: set[int] = set()
+    for node in body.nodes:
+        inputs = [root.get(v, v) for v in node.inputs]
+        if node.name in ALIASES and len(node.outputs) == len(inputs):
+            root.update(zip(node.outputs, inputs))
+            continue
+        if node.name == "stablehlo.transpose":
+            permutation = integers(node.attributes["permutation"])
+            before = order.get(node.inputs[0]) or tuple(range(len(permutation)))
+            order[node.outputs[0]] = tuple(before[d] for d in permutation)
+            root[node.outputs[0]] = inputs[0]
+            continue
+        maker.update((v, node) for v in node.outputs)
+        shape = values[node.outputs[0]].shape if node.outputs else ()
+        same = [v for v in node.inputs if values[v].shape == shape]
+        if node.name in KERNELS:
+            order.update((v, tuple(range(len(values[v].shape)))) for v in node.outputs)
+        elif same and node.name != "stablehlo.broadcast_in_dim":
+            known = [(v, order[v]) for v in same if v in order]
+            if known:
+                order[node.outputs[0]] = known[0][1]
+                copied.update(v for v, o in known[1:] if o != known[0][1])
+    return root, maker, copied
+
+
+def _is_stored(value: int, maker: dict[int, Node], needed: set[int], users: dict[int, list[int]]) -> bool:
+    node = maker[value]
+    if node.name in FREE:
+        return False
+    return value in needed or node.name in KERNELS or (node.name == "stablehlo.reduce" and bool(users[value]))
+
+
+def _worth_storing(body: Body, values: Sequence[Value], model: Fusion) -> set[int]:
+    """Fused values with several users that would each read more than the value itself to make it again."""
+    more: set[int] = set()
+    for node in body.nodes:
+        for value in node.outputs:
+            if value in model.stored or node.name in FREE or node.name in ALIASES or len(set(model.users[value])) < 2:
+                continue
+            current = dataclasses.replace(model, stored=model.stored | more)
+            if reading(node, values, current) > values[value].bytes * RECOMPUTE_LIMIT:
+                more.add(value)
+    return more
+
+
+# A repeated chain may read this many times the bytes of the value that it saves. 1 would be the break-even of one extra
+# consumer (read the inputs again, against one write and one more read of the value).
+RECOMPUTE_LIMIT = 2.0
+
+
+def sources(node: Node, values: Sequence[Value], model: Fusion) -> dict[int, float]:
+    """Stored buffers that computing a node reads, through the chain fused into it, and the bytes read of each."""
+    found: dict[int, float] = {}
+    todo = [(node, float("inf"))]
+    visited: set[int] = set()
+    while todo:
+        current, limit = todo.pop()
+        slicing = current.name in SLICING
+        for i, value in enumerate(current.inputs):
+            buffer = model.buffer(value)
+            made = model.maker.get(buffer)
+            size = min(limit, values[buffer].bytes)
+            if slicing and i == 0:
+                size = min(size, sum(values[v].bytes for v in current.outputs))
+            if buffer in model.generated and current.name not in KERNELS:
+                continue
+            if made is None or buffer in model.stored:
+                found[buffer] = max(found.get(buffer, 0.0), size)
+            elif made.name not in FREE and id(made) not in visited:
+                visited.add(id(made))
+                todo.append((made, size if slicing and i == 0 else float("inf")))
+    return found
+
+
+def reading(node: Node, values: Sequence[Value], model: Fusion) -> float:
+    """Bytes read from stored buffers to compute a node."""
+    return sum(sources(node, values, model).values())
+
+
+def captured(body: Body) -> set[int]:
+    """Values that a body uses from outside of it."""
+    inside = set(body.arguments)
+    used: set[int] = set(body.results)
+    for node in body.nodes:
+        used.update(node.inputs)
+        for inner in node.bodies:
+            used |= captured(inner)
+        inside.update(node.outputs)
+    return used - inside

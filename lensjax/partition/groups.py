@@ -1,0 +1,34 @@
+"""Replica groups of hand-written collectives (a user's `shard_map`) as mesh axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from lensjax._errors import PartitionError
+from lensjax.partition.data import Axes
+
+
+def axes_of_groups(attribute: str, text: str, mesh: Mapping[str, int]) -> Axes:
+    """The mesh axes along which the members of each group differ.
+
+    attribute: `replica_groups`, or `source_target_pairs` (then: the axes that the pairs move along).
+    text: the `dense<...>` of group members, positions in the flattened mesh.
+    Raises PartitionError for a form that is not read, or for groups that are not a product of mesh axes.
+    """
+    shape = re.search(r"tensor<(\d+)x(\d+)xi64>", text)
+    numbers = [int(n) for n in re.findall(r"-?\d+", text.split("tensor<")[0])]
+    if not shape or len(numbers) not in (1, int(shape[1]) * int(shape[2])):
+        raise PartitionError(f"unknown form of replica groups: {text[:200]}")
+    if len(numbers) == 1:  # a splat: one group of one
+        numbers *= int(shape[1]) * int(shape[2])
+    groups = np.array(numbers).reshape(int(shape[1]), int(shape[2]))
+    where = np.stack(np.unravel_index(groups, tuple(mesh.values())), -1)
+    moves = (where != where[:, :1]).any((0, 1))
+    axes = tuple(axis for axis, moved in zip(mesh, moves) if moved)
+    if attribute == "replica_groups" and math.prod(mesh[a] for a in axes) != groups.shape[1]:
+        raise PartitionError(f"replica groups {groups.tolist()[:4]} are not along axes of the mesh {dict(mesh)}")
+    return axes

@@ -1,0 +1,220 @@
+"""What XLA does to Shardy's collectives before it emits them, on data.
+
+* `all_reduce` whose only use is an `all_slice` over (some of) the same axes becomes `reduce_scatter`, then an
+  `all_reduce` of the shard over the axes that are left: XLA's reduce-scatter creator and all-reduce splitter, which
+  make the hierarchical reduction of HSDP out of one sharding.
+* `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)` (XLA's all-reduce reassociation).
+* The same collective of the same value happens once, and none happens to a constant: it is made in place.
+* Collectives over axes of size one, and sharding constraints that did their work, are nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from lensjax._errors import PartitionError
+from lensjax.partition.data import Axes, Body, Node, Value
+from lensjax.partition.groups import axes_of_groups
+from lensjax.partition.text import axes_in, axis_size, named_list
+
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
+_AXES_ATTRIBUTE = {
+    "sdy.all_gather": "gathering_axes",
+    "sdy.all_slice": "slicing_axes",
+    "sdy.all_reduce": "reduction_axes",
+    "sdy.all_to_all": "params",
+    "sdy.reduce_scatter": "reduce_scatter_axes",
+}
+_CONSTANTS = ("stablehlo.constant", "stablehlo.iota")
+_SPREADS = ("stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.reshape", "stablehlo.negate")
+_NOTHING = ("sdy.sharding_constraint", "sdy.reshard", "sdy.propagation_barrier", "sdy.data_flow_edge")
+
+
+class _Simplifier:
+    def __init__(self, values: list[Value], mesh: Mapping[str, int]):
+        self.values = values
+        self.mesh = tuple(mesh.items())
+        self.renamed: dict[int, int] = {}
+        self.uses: Counter[int] = Counter()
+        self.slices: dict[int, list[Node]] = {}
+        self.dropped: set[int] = set()
+        self.splats: set[int] = set()
+
+    def now(self, value: int) -> int:
+        while value in self.renamed:
+            value = self.renamed[value]
+        return value
+
+    # First sweep: names and axes, what is nothing, what is twice.
+
+    def clean(self, body: Body, seen: dict[tuple, Node]) -> Body:
+        nodes = []
+        for node in body.nodes:
+            node = self.normal(dataclasses.replace(node, inputs=tuple(map(self.now, node.inputs))))
+            if node.name in _CONSTANTS or (
+                node.inputs and node.name in _SPREADS and self.splats.issuperset(node.inputs)
+            ):
+                self.splats.update(node.outputs)
+            if self.is_nothing(node):
+                self.renamed.update(zip(node.outputs, node.inputs))
+                continue
+            if node.name in (*COLLECTIVES, "all_slice"):
+                key = (node.name, node.inputs, node.axes, self.values[node.outputs[0]].spec)
+                if key in seen:
+                    self.renamed.update(zip(node.outputs, seen[key].outputs))
+                    continue
+                seen[key] = node
+            bodies = tuple(self.clean(b, dict(seen)) for b in node.bodies)
+            nodes.append(dataclasses.replace(node, bodies=bodies))
+        return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
+
+    def is_nothing(self, node: Node) -> bool:
+        if node.name in (*COLLECTIVES, "all_slice"):
+            return not node.axes or (node.name != "all_reduce" and self.splats.issuperset(node.inputs))
+        return node.name in _NOTHING
+
+    def normal(self, node: Node) -> Node:
+        dialect, _, name = node.name.partition(".")
+        if dialect not in ("sdy", "stablehlo") or name not in (*COLLECTIVES, "all_slice"):
+            return node
+        return dataclasses.replace(node, name=name, axes=self.large(self.axes(node)))
+
+    def axes(self, node: Node) -> Axes:
+        if node.name == "sdy.collective_permute":
+            before, after = (self.values[v].spec for v in (node.inputs[0], node.outputs[0]))
+            moved = [a for b, c in zip(before, after, strict=True) if b != c for a in (*b, *c)]
+            return tuple(dict.fromkeys(moved))
+        if node.name in _AXES_ATTRIBUTE:
+            return axes_in(node.attributes[_AXES_ATTRIBUTE[node.name]])
+        return axes_of_groups(*next(iter(node.attributes.items())), dict(self.mesh))
+
+    def large(self, axes: Axes) -> Axes:
+        return tuple(a for a in axes if axis_size(a, self.mesh) > 1)
+
+    # Second sweep: partial sums that are only used in slices.
+
+    def count(self, body: Body) -> None:
+        self.uses.update(body.results)
+        for node in body.nodes:
+            self.uses.update(node.inputs)
+            if node.name == "all_slice":
+                self.slices.setdefault(node.inputs[0], []).append(node)
+            for inner in node.bodies:
+                self.count(inner)
+
+    def reassociate(self, body: Body) -> Body:
+        """Sums of two totals become the total of the sum, inner bodies included."""
+        nodes: list[Node | None] = []
+        made: dict[int, int] = {}
+        for node in body.nodes:
+            node = dataclasses.replace(node, bodies=tuple(map(self.reassociate, node.bodies)))
+            parts = [made.get(v) for v in node.inputs] if node.name == "stablehlo.add" else [None]
+            totals = [nodes[i] for i in parts if i is not None]
+            if len(totals) == 2 and parts[0] != parts[1] and totals[0].axes == totals[1].axes:  # type: ignore[union-attr]
+                for i in parts:
+                    nodes[i] = None  # type: ignore[index]
+                partial = self.copy(node.outputs[0])
+                inputs = tuple(t.inputs[0] for t in totals)  # type: ignore[union-attr]
+                nodes.append(dataclasses.replace(node, inputs=inputs, outputs=(partial,)))
+                node = dataclasses.replace(totals[0], inputs=(partial,), outputs=node.outputs)  # type: ignore[type-var]
+            if node.name == "all_reduce" and self.uses[node.outputs[0]] == 1:
+                made[node.outputs[0]] = len(nodes)
+            nodes.append(node)
+        return Body(body.arguments, tuple(n for n in nodes if n is not None), body.results)
+
+    def fold(self, body: Body) -> Body:
+        nodes: list[Node] = []
+        for node in body.nodes:
+            node = dataclasses.replace(
+                node, inputs=tuple(map(self.now, node.inputs)), bodies=tuple(self.fold(b) for b in node.bodies)
+            )
+            if node.outputs and node.outputs[0] in self.dropped:
+                continue
+            nodes.extend(self.moved_updates(node, nodes) or self.scattered(node) or [node])
+        return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
+
+    def moved_updates(self, node: Node, before: list[Node]) -> list[Node] | None:
+        """The gradient of a table whose *columns* are split, updated by rows that are split too.
+
+        XLA does not sum whole tables and slice them: it moves the updates (all_to_all) and gathers the indices, so that
+        each device scatters into its own columns. With axes left to sum over it gives up, and keeps the all_reduce.
+        """
+        slice_ = self.only_slice(node)
+        made = next((n for n in before if n.outputs == node.inputs), None)
+        if slice_ is None or made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
+            return None
+        whole, own = (self.values[v].spec for v in (node.outputs[0], slice_.outputs[0]))
+        inserted = named_list("inserted_window_dims", made.attributes["scatter_dimension_numbers"])
+        if any(whole[d] != own[d] for d in inserted) or not set(slice_.axes) <= set(node.axes):
+            return None
+        if set(slice_.axes) != set(node.axes):
+            return [node]
+        table, indices, updates = made.inputs
+        axes, target = slice_.axes, slice_.outputs[0]
+        self.dropped.add(target)
+        gathered, moved = self.gathered(indices, axes), self.copy(updates)
+        parts = dataclasses.replace(made, name="all_gather", inputs=(indices,), outputs=(gathered,), axes=axes)
+        swap = dataclasses.replace(made, name="all_to_all", inputs=(updates,), outputs=(moved,), axes=axes)
+        before.remove(made)
+        scatter = dataclasses.replace(made, inputs=(table, gathered, moved), outputs=(target,))
+        return [parts, swap, scatter]
+
+    def gathered(self, value: int, axes: Axes) -> int:
+        """A new value: this one with none of its dimensions split over these axes."""
+        old = self.values[value]
+        spec = tuple(tuple(a for a in dim if a not in axes) for dim in old.spec)
+        local = tuple(
+            -(-n // math.prod(axis_size(a, self.mesh) for a in dim)) for n, dim in zip(old.shape, spec, strict=True)
+        )
+        size = math.prod(local) * old.bytes / max(1, old.size)
+        self.values.append(dataclasses.replace(old, spec=spec, local=local, bytes=size))
+        return len(self.values) - 1
+
+    def copy(self, value: int) -> int:
+        self.values.append(self.values[value])
+        return len(self.values) - 1
+
+    def only_slice(self, node: Node) -> Node | None:
+        """The slice that is the only use of an all_reduce."""
+        if node.name != "all_reduce" or self.uses[node.outputs[0]] != 1:
+            return None
+        slices = self.slices.get(node.outputs[0], [])
+        return slices[0] if slices and slices[0].outputs[0] not in self.dropped else None
+
+    def scattered(self, node: Node) -> list[Node] | None:
+        """The reduce_scatter (and all_reduce of what is left) that replaces an all_reduce and its slice, if it does."""
+        slice_ = self.only_slice(node)
+        if slice_ is None or not set(slice_.axes) <= set(node.axes):
+            return None
+        rest = tuple(a for a in node.axes if a not in slice_.axes)
+        target = slice_.outputs[0]
+        self.dropped.add(target)
+        scatter = dataclasses.replace(node, name="reduce_scatter", axes=slice_.axes, outputs=(target,))
+        if not rest:
+            return [scatter]
+        partial = self.copy(target)
+        scatter = dataclasses.replace(scatter, outputs=(partial,))
+        return [scatter, dataclasses.replace(node, inputs=(partial,), outputs=(target,), axes=rest)]
+
+
+def simplify(values: list[Value], body: Body, mesh: Mapping[str, int]) -> Body:
+    """The body with its collectives as XLA will emit them; values may be appended to.
+
+    Raises PartitionError for a hand-written collective whose groups are not along mesh axes.
+    """
+    work = _Simplifier(values, mesh)
+    body = work.clean(body, {})
+    work.count(body)
+    return work.fold(work.reassociate(body))
+
+
+def payload(node: Node, values: list[Value]) -> float:
+    """Bytes per device of the full buffer of a collective (see `Collective.bytes`)."""
+    if node.name in ("all_gather", "all_reduce"):
+        return sum(values[v].bytes for v in node.outputs)
+    if node.name in COLLECTIVES:
+        return sum(values[v].bytes for v in node.inputs)
+    raise PartitionError(f"{node.name} is not a collective")

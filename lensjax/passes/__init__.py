@@ -1,0 +1,1 @@
+"""Passes: a plan applied to a program, program to program, each keeping the numbers."""

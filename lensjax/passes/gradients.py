@@ -1,0 +1,94 @@
+"""Where each gradient is made: the values behind a parameter's update, followed back to the equations that sum over the
+batch.
+
+From the parameter's next value, back through element-wise equations, transposes, casts, branches, and into loop bodies
+(a stacked gradient is made slice by slice), until an equation that does something else: there the partial sums of the
+shards become a total, so there the gradient is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lensjax import _jax
+from lensjax.plan.plan import Spec
+from lensjax.program.edit import body_operands, is_var, shape_of
+from lensjax.program.program import Program
+
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
+    ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+
+
+def gradient_pins(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spec]:
+    """{variable: spec} of the values to pin, from result variables with the spec of their tensor (`starts`)."""
+    index = _Index(program.jaxpr)
+    batch_bits = sum(1 << i for i, a in enumerate(program.arguments) if a.role == "batch")
+    pins: dict[Any, Spec] = {}
+    seen: set[tuple[Any, Spec]] = set()
+    todo = [(v, s) for v, s in starts.items() if is_var(v)]
+    while todo:
+        var, spec = todo.pop()
+        if (var, spec) in seen or not program.depends.get(var, 0) & batch_bits or var in program.batch.dims:
+            continue
+        seen.add((var, spec))
+        stops, onward = index.back(var, spec)
+        if stops:
+            pins.setdefault(var, spec)
+        todo.extend((a, s) for a, s in onward if is_var(a))
+    return pins
+
+
+class _Index:
+    """Where every variable of a program comes from."""
+
+    def __init__(self, jaxpr: Any):
+        self.made: dict[Any, tuple[Any, int]] = {}
+        # body argument -> (the operand behind it, whether it is a slice of that operand, whether it is carried)
+        self.passed: dict[Any, tuple[Any, bool, bool]] = {}
+        self._add(_jax.open_jaxpr(jaxpr))
+
+    def _add(self, jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            self.made.update((v, (eqn, i)) for i, v in enumerate(eqn.outvars))
+            for body, operands, _ in body_operands(eqn):
+                body = _jax.open_jaxpr(body)
+                first, last = len(operands), 0
+                if eqn.primitive.name == "scan":
+                    last, carry = _jax.scan_split(eqn)
+                    first = last + carry
+                for k, (v, a) in enumerate(zip(body.invars, operands)):
+                    self.passed[v] = (a, k >= first, last <= k < first and eqn.primitive.name == "scan")
+                self._add(body)
+
+    def back(self, var: Any, spec: Spec) -> tuple[bool, list[tuple[Any, Spec]]]:
+        """(whether `var` itself is to be pinned, where to go on)."""
+        if var in self.passed:
+            operand, sliced, carried = self.passed[var]
+            return carried, [(operand, ((), *spec) if sliced else spec)]
+        if var not in self.made:
+            return False, []
+        eqn, i = self.made[var]
+        name = eqn.primitive.name
+        if name == "scan":
+            _, carry = _jax.scan_split(eqn)
+            inner = _jax.open_jaxpr(eqn.params["jaxpr"]).outvars[i]
+            return (False, [(inner, spec)]) if i < carry else (True, [(inner, spec[1:])])
+        results = [_jax.open_jaxpr(b).outvars[i] for b, _, outs in body_operands(eqn) if len(outs) == len(eqn.outvars)]
+        if results:
+            return False, [(v, spec) for v in results]
+        if name == "transpose":
+            source: list[tuple[str, ...]] = [()] * len(spec)
+            for d, s in zip(eqn.params["permutation"], spec):
+                source[d] = s
+            return False, [(eqn.invars[0], tuple(source))]
+        same = [a for a in eqn.invars if is_var(a) and shape_of(a) == shape_of(var)]
+        if name == "optimization_barrier":
+            return False, [(eqn.invars[i], spec)]
+        if name in _ELEMENTWISE and same:
+            return False, [(a, spec) for a in same]
+        return True, []

@@ -1,0 +1,237 @@
+"""The pin pass: a plan becomes sharding constraints on the program, in forward, recompute and backward alike.
+
+Parameter shardings alone are not a plan: propagation lets weights win over the batch and all-reduces what should be
+reduce-scattered. So the pass pins
+
+    activations      results of matmuls, convolutions and lookups, loop carries and slices: split along the batch
+    weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
+                     forward to
+                     backward) or again in the backward (with a barrier, so that the two gathers stay two)
+    weight gradients where each is made (see `gradients`): split like the optimizer needs them
+
+Values keep their numbers: a constraint is the identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend import core as jcore
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lensjax import _jax
+from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.shardings import Shardings, batch_axes, named, resolve, whole
+from lensjax.plan.plan import Plan, Spec
+from lensjax.program.edit import Builder, body_operands, is_var, map_bodies, shape_of
+from lensjax.program.flow import touches
+from lensjax.program.program import Program
+
+_PINNED = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather"})
+_VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A split weight, or a view of one, on its way to its uses."""
+
+    spec: Spec
+    gather: str  # "once" | "again"
+
+
+class Constrain:
+    """`x -> with_sharding_constraint(x, sharding)`; equal shardings trace once."""
+
+    def __init__(self, sharding: NamedSharding):
+        self.sharding = sharding
+
+    def __call__(self, x):
+        return jax.lax.with_sharding_constraint(x, self.sharding)
+
+    def __hash__(self):
+        return hash(self.sharding)
+
+    def __eq__(self, other):
+        return isinstance(other, Constrain) and self.sharding == other.sharding
+
+
+def _together(x, y):
+    return jax.lax.optimization_barrier((x, y))
+
+
+def pin(program: Program, plan: Plan, mesh: Any) -> Program:
+    """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes."""
+    shardings = resolve(program, plan)
+    if plan.mesh.size == 1:
+        return program
+    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())
+
+
+class _Pinner:
+    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings):
+        self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
+        self.batch = program.batch
+        self.axes = batch_axes(plan)
+        inner = _jax.open_jaxpr(program.jaxpr)
+        self.results = self._final_specs(inner)
+        self.grads = gradient_pins(program, {inner.outvars[r]: s for r, s in self.results.items()})
+
+    def _final_specs(self, inner: Any) -> dict[int, Spec]:
+        """{result index: spec in which it is computed}: gradients, next parameters and next moments."""
+        specs = {}
+        for i, a in enumerate(self.program.arguments):
+            if a.result is not None and a.role == "parameter":
+                specs[a.result] = self.shardings.gradients[i]
+            elif a.result is not None and a.role == "optimizer":
+                specs[a.result] = self.shardings.arguments[i]
+        for p, r in self.program.gradients.items():
+            specs[r] = self.shardings.gradients[p]
+        return specs
+
+    def top(self) -> Any:
+        inner = _jax.open_jaxpr(self.program.jaxpr)
+        layer_of = {p: layer.name for layer in self.program.layers for p in layer.parameters}
+        weights = {}
+        for i, a in enumerate(self.program.arguments):
+            if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
+                mode = self._gather_mode(layer_of.get(i))
+                weights[inner.invars[i]] = Weight(self.shardings.arguments[i], mode)
+        b = Builder()
+        self._body(b, inner, weights)
+        outs = b.read_all(inner.outvars)
+        last = inner.eqns[-1] if inner.eqns else None
+        for r, spec in self.results.items():
+            # Sharded optimizer, whole parameters: the new value is computed in parts, then gathered.
+            if last is not None and is_var(outs[r]) and spec != self.shardings.results[r]:
+                outs[r] = self._constrain(b, outs[r], spec, last, "update")
+        return _jax.rebuild(self.program.jaxpr, eqns=b.eqns, outvars=outs)
+
+    def _gather_mode(self, layer: str | None) -> str:
+        gather = self.plan.gather
+        if layer is None and self.program.layers:
+            return gather.get("", "once")  # outside the layers forward and backward uses are next to each other
+        return gather.get(layer or "*", gather.get("*", "once"))
+
+    # ---- one body ---------------------------------------------------------------------------------------------------
+
+    def _body(self, b: Builder, jaxpr: Any, weights: dict[Any, Weight]) -> None:
+        gathered: dict[tuple[Any, str], Any] = {}
+        for eqn in jaxpr.eqns:
+            ins = self._with_weights(b, eqn, weights, gathered)
+            if any(True for _ in body_operands(eqn)):
+                eqn = self._with_bodies(eqn, weights)
+            b.emit(eqn.replace(invars=ins))
+            for v in eqn.outvars:
+                self._pin_value(b, eqn, v, weights)
+
+    def _pin_value(self, b: Builder, eqn: Any, v: Any, weights: dict[Any, Weight]) -> None:
+        if isinstance(v, jcore.DropVar):
+            return
+        if v in self.grads:
+            b.env[v] = self._constrain(b, v, self.grads[v], eqn, "gradient")
+        elif v in weights:
+            b.env[v] = self._constrain(b, v, weights[v].spec, eqn, "weight")
+        elif eqn.primitive.name in _PINNED:
+            b.env[v] = self._pin_batch(b, v, eqn)
+
+    def _pin_batch(self, b: Builder, v: Any, like: Any) -> Any:
+        """`v` split along its batch dimension; unchanged where it has none, or only one merged with another."""
+        plain = self.batch.plain(v)
+        if not plain or not self.axes:
+            return b.read(v)
+        hidden = set(self.batch.dims[v]) - set(plain)
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
+        entries[plain[0]] = self.axes if len(self.axes) > 1 else self.axes[0]
+        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+        return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
+
+    def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
+        return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def _with_weights(self, b: Builder, eqn: Any, weights: dict[Any, Weight], gathered: dict[Any, Any]) -> list[Any]:
+        """The operands of `eqn`, split weights gathered where the computation (not only the optimizer) reads them."""
+        held = [i for i, a in enumerate(eqn.invars) if is_var(a) and a in weights]
+        ins = b.read_all(eqn.invars)
+        if not held or not self._computes(eqn):
+            return ins
+        if eqn.primitive.name in _VIEWS and not touches(eqn, lambda v: v in self.batch.dims):
+            weights[eqn.outvars[0]] = self._view(eqn, weights[eqn.invars[0]])
+            return ins
+        inside = eqn.primitive.name in ("scan", "remat2", "checkpoint")
+        for i in held:
+            weight = weights[eqn.invars[i]]
+            if inside and weight.gather == "again":
+                continue  # gathered in the body, trip by trip
+            if not inside or self._body_computes(eqn, i):
+                ins[i] = self._gather(b, eqn, i, ins, weight, gathered)
+        return ins
+
+    def _computes(self, eqn: Any) -> bool:
+        return touches(eqn, lambda v: v in self.batch.dims) or any(v in self.program.compute for v in eqn.outvars)
+
+    def _body_computes(self, eqn: Any, i: int) -> bool:
+        operand = eqn.invars[i]
+        for body, operands, _ in body_operands(eqn):
+            for v, a in zip(_jax.open_jaxpr(body).invars, operands):
+                if a is operand and v in self.program.compute:
+                    return True
+        return False
+
+    def _view(self, eqn: Any, weight: Weight) -> Weight:
+        if eqn.primitive.name == "transpose":
+            return dataclasses.replace(weight, spec=tuple(weight.spec[d] for d in eqn.params["permutation"]))
+        return weight
+
+    def _gather(self, b: Builder, eqn: Any, i: int, ins: list[Any], weight: Weight, gathered: dict[Any, Any]) -> Any:
+        var = eqn.invars[i]
+        phase = ""
+        if weight.gather == "again":
+            phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
+        if (var, phase) not in gathered:
+            source = b.read(var)
+            other = next((k for k, a in enumerate(eqn.invars) if k != i and is_var(a) and a in self.batch.dims), None)
+            if phase == "backward" and (var, "forward") in gathered and other is not None:
+                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight
+                # whole.
+                source, ins[other] = b.apply(_together, source, ins[other], like=eqn, name="lensjax.again")
+            gathered[var, phase] = self._constrain(b, source, whole(len(weight.spec)), eqn, "gather")
+        return gathered[var, phase]
+
+    # ---- nested bodies ------------------------------------------------------------------------------------------
+
+    def _with_bodies(self, eqn: Any, weights: dict[Any, Weight]) -> Any:
+        operands = [ops for _, ops, _ in body_operands(eqn)]
+        name = eqn.primitive.name
+        sliced = len(eqn.invars)
+        if name == "scan":
+            sliced = sum(_jax.scan_split(eqn))
+
+        def rewrite(body: Any, k: int) -> Any:
+            inner = _jax.open_jaxpr(body)
+            inside = {}
+            for j, (v, a) in enumerate(zip(inner.invars, operands[k])):
+                weight = weights.get(a) if is_var(a) else None
+                if weight is not None and weight.gather == "again" and name in ("scan", "remat2", "checkpoint"):
+                    spec = weight.spec[1:] if j >= sliced else weight.spec
+                    if any(spec):
+                        inside[v] = dataclasses.replace(weight, spec=spec)
+            b = Builder()
+            for v in inner.invars:
+                if v in self.grads:
+                    b.env[v] = self._constrain(b, v, self.grads[v], eqn, "gradient")
+                elif v in self.batch.dims:
+                    b.env[v] = self._pin_batch(b, v, eqn)
+            self._body(b, inner, inside)
+            outs = [self._pin_result(b, v, eqn) for v in inner.outvars]
+            return _jax.rebuild(body, eqns=b.eqns, outvars=outs)
+
+        return map_bodies(eqn, rewrite)
+
+    def _pin_result(self, b: Builder, v: Any, eqn: Any) -> Any:
+        if not is_var(v) or v not in self.batch.dims or b.read(v) is not v:
+            return b.read(v)
+        return self._pin_batch(b, v, eqn)

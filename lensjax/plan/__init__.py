@@ -1,0 +1,1 @@
+"""What to do, as data: plans, the preset grammar, pins."""

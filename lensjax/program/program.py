@@ -1,0 +1,221 @@
+"""The program: the whole step after differentiation, as one jaxpr, with what was found out about it.
+
+    step, arguments -> trace -> roles, batch, layers -> Program
+
+Passes take a Program and give a Program; the facts refer to variables that passes keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lensjax import _jax
+from lensjax._errors import BatchError
+from lensjax.program.batch import Batch, find_batch
+from lensjax.program.edit import bodies, is_var
+from lensjax.program.flow import compute_arguments, dependencies
+from lensjax.program.layers import Layer, find_layers
+from lensjax.program.roles import Argument, added_to, is_key, match_state, raw_keys, split_gradients, tie
+from lensjax.program.trace import Call, Traced, abstract, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`jaxpr`: calls inlined, no constants; its arguments are the call's leaves followed by the captured arrays.
+
+    `arguments`: one per jaxpr argument; `result_paths`: one per result; `batch`; `layers`;
+    `gradients`: {parameter index: result index} for a step that returns gradients; `donate`: whether the state that
+    comes back may give up its buffers;
+    `compute`: variables that a forward or backward computation reads;
+    `depends`: variable -> bit set of the arguments it depends on.
+    """
+
+    jaxpr: Any
+    arguments: tuple[Argument, ...]
+    result_paths: tuple[str, ...]
+    batch: Batch
+    layers: tuple[Layer, ...]
+    call: Call
+    captured: tuple[Any, ...]
+    out_tree: Any
+    gradients: dict[int, int]
+    donate: bool
+    compute: frozenset[Any]
+    depends: dict[Any, int]
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        return tuple(i for i, a in enumerate(self.arguments) if a.role == "parameter")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the program's structure, shapes and paths: equal programs have equal fingerprints in every
+        process."""
+        h = hashlib.sha256()
+        for a in self.arguments:
+            h.update(f"{a.path}:{a.dtype}{list(a.shape)};".encode())
+        _digest(_jax.open_jaxpr(self.jaxpr), h)
+        return h.hexdigest()[:16]
+
+
+def analyze(
+    fn: Callable,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    batch_argnums: Sequence[int] | None = None,
+    batch_axes: Any = None,
+    seconds: dict[str, float] | None = None,
+) -> Program:
+    """Traces `fn(*args, **kwargs)` (arrays or shapes) and finds out what everything is.
+
+    `batch_argnums`: positions of the batch arguments; `batch_axes`: the batch dimension, one integer for all or a
+    pytree prefix of integers (None: not batched) for them. `seconds` receives what the traces and the analysis took.
+    Raises TraceError or BatchError.
+    """
+    start = time.perf_counter()
+    traced = trace(fn, args, kwargs)
+    first = time.perf_counter()
+    inner = _jax.open_jaxpr(traced.jaxpr)
+    deps = dependencies(traced.jaxpr)
+    state = match_state(traced, deps)
+    keys = raw_keys(traced) | {i for i, v in enumerate(inner.invars) if is_key(v.aval)}
+    told = _told_axes(traced.call, args, batch_argnums, batch_axes)
+    used = {a for e in inner.eqns for a in e.invars if is_var(a)}
+    candidates = [i for i in range(len(traced.call.leaves)) if i not in state and i not in keys]
+    unused = {i for i in candidates if inner.invars[i] not in used}
+    found = time.perf_counter()
+    batch = find_batch(fn, traced, candidates, unused, told)
+    second = time.perf_counter()
+    program = _assemble(traced, batch, deps, state, keys)
+    if seconds is not None:
+        seconds["trace"] = (first - start) + (second - found)
+        seconds["analysis"] = (found - first) + (time.perf_counter() - second)
+    return program
+
+
+def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matched: dict[int, int], keys: set[int]) -> Program:
+    is_batch = lambda v: v in batch.dims
+    needed = compute_arguments(traced.jaxpr, is_batch)
+    state, gradients, donate = split_gradients(traced, matched, is_batch)
+    inner = _jax.open_jaxpr(traced.jaxpr)
+    count = len(traced.call.leaves)
+
+    updated = added_to(traced, state)
+
+    def is_parameter(i: int) -> bool:
+        v = inner.invars[i]
+        read = v in needed or i in updated
+        return i not in keys and jnp.issubdtype(v.aval.dtype, jnp.inexact) and read and i not in batch.axes
+
+    # Without a result of the same structure (a step that returns gradients only) a float argument that the
+    # computation reads, and that is not the batch, is still a parameter.
+    parameters = [i for i in range(count) if is_parameter(i)]
+    ties = tie(traced, state, parameters, deps)
+    arguments = []
+    for i, v in enumerate(inner.invars):
+        if i >= count:
+            path, role = f"captured/{i - count}", "constant"
+        else:
+            path = traced.call.paths[i]
+            role = (
+                "key" if i in keys
+                else "batch" if i in batch.axes
+                else "parameter" if i in parameters
+                else "optimizer" if i in ties
+                else "other"
+            )  # fmt: skip
+        arguments.append(
+            Argument(path, tuple(v.aval.shape), v.aval.dtype, role, ties.get(i), state.get(i), batch.axes.get(i))
+        )
+    return Program(
+        jaxpr=traced.jaxpr,
+        arguments=tuple(arguments),
+        result_paths=traced.out_paths,
+        batch=batch,
+        layers=find_layers(traced.jaxpr, parameters, traced.call.paths),
+        call=traced.call,
+        captured=traced.captured,
+        out_tree=traced.out_tree,
+        gradients=gradients,
+        donate=donate,
+        compute=frozenset(needed),
+        depends=deps,
+    )
+
+
+def _told_axes(call: Call, args: tuple[Any, ...], argnums: Sequence[int] | None, axes: Any) -> dict[int, int] | None:
+    """{leaf index: batch dimension} from what the user said, None when nothing was said."""
+    if argnums is None:
+        if axes is not None:
+            raise BatchError("batch_axes was given without batch_argnums", hint="say which arguments it is about")
+        return None
+    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(not -len(args) <= n < len(args) for n in argnums):
+        raise BatchError(f"batch_argnums {argnums} names an argument that is not there: the step got {len(args)}")
+    argnums = [n % len(args) for n in argnums]
+    per_arg = tuple(axes) if isinstance(axes, tuple | list) else (axes if axes is not None else 0,) * len(argnums)
+    if len(per_arg) != len(argnums):
+        raise BatchError(f"batch_axes has {len(per_arg)} entries for {len(argnums)} batch arguments")
+    # Leaves are numbered over all arguments in order; statics are not among them.
+    told, index = {}, 0
+    dynamic = iter(call.dynamic)
+    for n, arg in enumerate(args):
+        leaves = jax.tree.leaves(arg)
+        wanted = [None] * len(leaves)
+        if n in argnums:
+            prefix = per_arg[argnums.index(n)]
+            wanted = jax.tree.leaves(
+                jax.tree.map(
+                    lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None
+                )
+                if not isinstance(prefix, int)
+                else jax.tree.map(lambda _, axis=prefix: axis, arg),
+                is_leaf=lambda x: x is None,
+            )
+        for axis in wanted:
+            if not next(dynamic):
+                continue
+            shape = abstract(call.leaves[index]).shape
+            if axis is not None and len(shape) > 0:
+                if not -len(shape) <= axis < len(shape):
+                    raise BatchError(f"batch axis {axis} is not a dimension of {call.paths[index]} with shape {shape}")
+                told[index] = axis % len(shape)
+            index += 1
+    if not told:
+        raise BatchError(f"batch_argnums {tuple(argnums)} names no array")
+    return told
+
+
+def _digest(jaxpr: Any, h: Any) -> None:
+    number = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        h.update(eqn.primitive.name.encode())
+        for a in eqn.invars:
+            h.update((f"{number.get(a, -1)}," if is_var(a) else f"={_literal(a.val)},").encode())
+        for v in eqn.outvars:
+            number[v] = len(number)
+            h.update(str(v.aval).encode())
+        for key in sorted(eqn.params):
+            value = eqn.params[key]
+            if isinstance(value, int | str | bool | float | np.dtype) or (
+                isinstance(value, tuple) and all(isinstance(x, int | str | tuple) for x in value)
+            ):
+                h.update(f"{key}={value};".encode())
+        for body in bodies(eqn):
+            _digest(_jax.open_jaxpr(body), h)
+    h.update(",".join(str(number.get(a, a)) if is_var(a) else "lit" for a in jaxpr.outvars).encode())
+
+
+def _literal(value: Any) -> str:
+    array = np.asarray(value)
+    return str(value) if array.ndim == 0 else hashlib.sha256(array.tobytes()).hexdigest()[:16]

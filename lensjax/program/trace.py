@@ -1,0 +1,216 @@
+"""From a step function and example arguments to one flat jaxpr of the whole step.
+
+Arrays, numbers and PRNG keys are arguments of the jaxpr, one per pytree leaf. Anything else in the arguments (strings,
+functions, static fields) is fixed at its value and belongs to the signature. Arrays that the step closes over become
+arguments too, so that they can be sharded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from lensjax import _jax
+from lensjax._errors import TraceError
+from lensjax.program.inline import inline
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call, flattened: `leaves` are what the jaxpr takes, `rebuild` gives the arguments back.
+
+    `paths` name the leaves as the user would: the argument's name, then the path in its tree, joined by "/".
+    `statics` are the fixed leaves, `(path, value)`.
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    statics: tuple[tuple[str, Any], ...]
+    tree: Any
+    dynamic: tuple[bool, ...]
+
+    def rebuild(self, leaves: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dynamic, fixed = iter(leaves), iter(v for _, v in self.statics)
+        return jax.tree.unflatten(self.tree, [next(dynamic) if d else next(fixed) for d in self.dynamic])
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced step: `jaxpr` (calls inlined, no constants; arguments are the call's leaves, then `captured`)."""
+
+    jaxpr: Any
+    call: Call
+    captured: tuple[Any, ...]
+    out_tree: Any
+    out_paths: tuple[str, ...]
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Whether JAX takes the leaf as an array (numpy arrays of strings or objects are not)."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "biufcV"
+    return isinstance(leaf, _ARRAYS)
+
+
+def argument_names(fn: Callable, count: int) -> list[str]:
+    """Names of the first `count` positional parameters; `arg0`, ... where there are none to be had."""
+    try:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+
+def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    names = argument_names(fn, len(args))
+    flat, tree = jax.tree_util.tree_flatten_with_path(_with_fixed(fn, args, kwargs, names))
+    leaves, paths, statics, dynamic = [], [], [], []
+    for path, leaf in flat:
+        name = _path_name(path, names)
+        if isinstance(leaf, Fixed) or not is_dynamic(leaf):
+            statics.append((name, leaf))
+            dynamic.append(False)
+        else:
+            leaves.append(leaf)
+            paths.append(name)
+            dynamic.append(True)
+    return Call(tuple(leaves), tuple(paths), tuple(statics), tree, tuple(dynamic))
+
+
+def matching_leaves(fn: Callable, like: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The array leaves of a call that has the tree and the static leaves of `like`; None for any other call."""
+    flat, tree = jax.tree.flatten(_with_fixed(fn, args, kwargs, argument_names(fn, len(args))))
+    if tree != like.tree:
+        return None
+    fixed = iter(v for _, v in like.statics)
+    leaves = []
+    for leaf, dynamic in zip(flat, like.dynamic):
+        if dynamic:
+            if not is_dynamic(leaf):
+                return None
+            leaves.append(leaf)
+        elif is_dynamic(leaf) or not _same(leaf, next(fixed)):
+            return None
+    return leaves
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # a comparison that has no answer (arrays inside a static argument) is "another call"
+        return False
+
+
+def _with_fixed(fn: Callable, args: Any, kwargs: Any, names: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those that the user's own jit declares static wrapped, so that they flatten to one leaf."""
+    static_nums, static_names = _jax.static_arguments(fn)
+    if not static_nums and not static_names:
+        return args, kwargs
+    fixed = {names[n % len(args)] for n in static_nums if -len(args) <= n < len(args)} | set(static_names)
+    return (
+        tuple(Fixed(a) if names[i] in fixed else a for i, a in enumerate(args)),
+        {k: Fixed(v) if k in fixed else v for k, v in kwargs.items()},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A static argument: one leaf, whatever it holds."""
+
+    value: Any
+
+
+def _path_name(path: Any, names: list[str]) -> str:
+    # path[0] selects (args, kwargs); path[1] the argument.
+    key = path[1]
+    first = names[key.idx] if path[0].idx == 0 else str(key.key)
+    rest = jax.tree_util.keystr(path[2:], simple=True, separator="/")
+    return f"{first}/{rest}" if rest else first
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of a leaf, as `jax.jit` would see it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def trace(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Traced:
+    """Traces `fn(*args, **kwargs)`; arguments may be arrays or ShapeDtypeStructs, nothing is computed.
+
+    Raises TraceError, naming the user's line, when the step cannot be traced.
+    """
+    call = flatten_call(fn, args, kwargs or {})
+    return trace_call(fn, call, [abstract(leaf) for leaf in call.leaves])
+
+
+def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> Traced:
+    """As `trace`, at other shapes of the same call (two-point tracing)."""
+    box: dict[str, Any] = {}
+
+    def flat(*leaves):
+        args, kwargs = call.rebuild(leaves)
+        args = tuple(a.value if isinstance(a, Fixed) else a for a in args)
+        kwargs = {k: v.value if isinstance(v, Fixed) else v for k, v in kwargs.items()}
+        out = fn(*args, **kwargs)
+        with_path, box["tree"] = jax.tree_util.tree_flatten_with_path(out)
+        box["paths"] = tuple(jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in with_path)
+        for path, (_, leaf) in zip(box["paths"], with_path):
+            if not is_dynamic(leaf):
+                raise TraceError(
+                    f"the step returns {leaf!r} at {path or 'the top'}, which is not an array",
+                    hint="return arrays and numbers only (jax.jit asks the same)",
+                )
+        return [leaf for _, leaf in with_path]
+
+    try:
+        closed = jax.make_jaxpr(flat)(*avals)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
+        raise TraceError(
+            f"the step cannot be traced{_at(e, fn)}: {_first_line(e)}",
+            hint="a step must compute with arrays only: use jax.lax.cond or jnp.where instead of a Python branch on a "
+            "value, and pass Python settings as static arguments",
+        ) from e
+    if ordered := _jax.ordered_effects(closed):
+        raise TraceError(
+            f"the step has effects that must keep their order ({', '.join(map(str, ordered))}), which JAX runs on one "
+            "device only",
+            hint="use unordered jax.debug.print / callbacks (ordered=False), or run the step with LENSJAX_OFF=1",
+        )
+    jaxpr, captured = _lift_constants(closed)
+    return Traced(inline(jaxpr), call, captured, box["tree"], box["paths"])
+
+
+def _lift_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Constants become trailing arguments."""
+    inner = _jax.open_jaxpr(closed)
+    values = _jax.constants(closed)
+    if not values:
+        return closed, ()
+    return _jax.rebuild(closed, invars=[*inner.invars, *inner.constvars]), values
+
+
+def _at(error: BaseException, fn: Callable) -> str:
+    """` at file.py:12` of the innermost frame that is the user's own (not a library's)."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename and "/lensjax/" not in f.filename and not f.filename.startswith("<")
+    ]
+    if not frames:
+        return ""
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

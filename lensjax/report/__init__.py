@@ -1,0 +1,1 @@
+"""Showing: tables, pictures, pages."""

@@ -1,0 +1,153 @@
+"""Why this plan: the table of everything it was compared with, and what each argument was taken for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lensjax.passes.shardings import batch_axes, resolve
+from lensjax.plan.plan import Plan
+from lensjax.program.program import Program
+from lensjax.report.units import duration, size, spec
+from lensjax.search.price import Candidate, Choice, largest_leaves
+
+
+def render(*items: Any, width: int = 120) -> str:
+    """Rich renderables as plain text."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, color_system=None)
+    for item in items:
+        console.print(item)
+    return out.getvalue().rstrip()
+
+
+def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> str:
+    """What was chosen, against every candidate, and why, as text."""
+    return render(*explanation(program, choice, notices))
+
+
+def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
+    """The same as rich renderables."""
+    parts = [headline(program, choice), table(choice), reasons(choice), leaves(program, choice.plan)]
+    return (*[p for p in parts if p is not None], *notices)
+
+
+def headline(program: Program, choice: Choice) -> Any:
+    plan, p = choice.plan, choice.plan.predicted
+    axes = " x ".join(f"{a.name} {a.size}" + (f" ({a.tier})" if a.tier else "") for a in plan.mesh.axes)
+    where = f" on {plan.provenance.cluster}" if plan.provenance.cluster else ""
+    lines = [
+        f"plan {plan.name}{where}: mesh {axes}; "
+        f"the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"
+    ]
+    if p is not None:
+        lines.append(
+            f"predicted: {duration(p.step_s)} per step, peak {size(p.peak_bytes)} of {size(choice.memory)} per device; "
+            "sent per device and step: " + (", ".join(f"{t} {size(b)}" for t, b in p.tiers.items()) or "nothing")
+        )
+        lines += [f"note: {f}" for f in p.findings]
+    return Text("\n".join(lines))
+
+
+def table(choice: Choice) -> Table:
+    tiers = list(choice.plan.predicted.tiers) if choice.plan.predicted else []
+    out = Table(
+        "plan", "step", "compute", "exposed", "peak", "fits", *[f"sent on {t}" for t in tiers], box=None, pad_edge=False
+    )
+    for column in out.columns[1:]:
+        column.justify = "right"
+    for c in sorted(choice.candidates, key=lambda c: (not c.fits(choice.memory), c.step_s)):
+        p = c.plan.predicted if c.plan is not None else None
+        if p is None:
+            out.add_row(c.name, Text(f"does not apply: {c.reason}", overflow="fold"))
+            continue
+        mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
+        out.add_row(
+            c.name + mark,
+            duration(p.step_s),
+            duration(p.detail.get("compute", 0.0)),
+            duration(p.detail.get("exposed", 0.0)),
+            size(p.peak_bytes),
+            "yes" if c.fits(choice.memory) else "no",
+            *[size(p.tiers.get(t, 0.0)) for t in tiers],
+        )
+    return out
+
+
+def reasons(choice: Choice) -> Text | None:
+    """The chosen plan against the runner-up and against what would be faster but does not fit."""
+    priced = [
+        c for c in choice.candidates if c.plan is not None and c.plan.name != choice.plan.name and c.plan.predicted
+    ]
+    if not priced or choice.plan.predicted is None:
+        return None
+    mine, lines = choice.plan.predicted, []
+    fitting = [c for c in priced if c.fits(choice.memory)]
+    if fitting:
+        lines.append(f"chosen over {fitting[0].name}: {_against(mine, fitting[0])}")
+    for c in priced:
+        if c.step_s < mine.step_s and not c.fits(choice.memory):
+            over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
+            lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
+    return Text("\n".join(lines)) if lines else None
+
+
+def _against(mine: Any, other: Candidate) -> str:
+    theirs: Any = other.plan.predicted if other.plan is not None else None
+    gain = theirs.step_s / mine.step_s - 1 if mine.step_s else 0.0
+    saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
+    parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 1e-9]
+    memory = theirs.peak_bytes - mine.peak_bytes
+    parts.append(f"memory {'-' if memory >= 0 else '+'}{size(abs(memory))}")
+    return f"{gain:.1%} faster ({', '.join(parts)})"
+
+
+def leaves(program: Program, plan: Plan) -> Table:
+    out = Table("largest tensors", "shape", "split", "per device", box=None, pad_edge=False)
+    by_path = {a.path: a for a in program.arguments}
+    specs = dict(zip(by_path, resolve(program, plan).arguments))
+    for path, held in largest_leaves(program, plan):
+        a = by_path[path]
+        out.add_row(path, f"{a.dtype}{list(a.shape)}", spec(specs[path]), size(held))
+    whole = [
+        a for a in program.arguments if a.role in ("parameter", "optimizer") and a.shape and not any(specs[a.path])
+    ]
+    if plan.leaves and whole:
+        total = sum(a.nbytes for a in whole)
+        out.caption = f"whole on every device: {len(whole)} tensors, {size(total)} ({whole[0].path}, ...)"
+        out.caption_justify = "left"
+    return out
+
+
+def explain_trace(program: Program) -> str:
+    """What each argument was taken for, as text."""
+    out = Table("argument", "type", "role", "follows", "comes back as", box=None, pad_edge=False)
+    for a in program.arguments:
+        follows = program.arguments[a.follows].path if a.follows is not None else ""
+        back = (program.result_paths[a.result] or "result") if a.result is not None else ""
+        role = f"batch (dimension {a.batch_axis})" if a.batch_axis is not None else a.role
+        out.add_row(a.path, f"{a.dtype}{list(a.shape)}", role, follows, back)
+    lines = [
+        f"batch: {program.batch.size}, found by tracing again at {program.batch.small}"
+        if program.batch.small
+        else f"batch: {program.batch.size}. {program.batch.reason}",
+        *(
+            f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)"
+            for layer in program.layers
+        ),
+    ]
+    if program.captured:
+        total = sum(a.nbytes for a in program.arguments if a.role == "constant")
+        lines.append(
+            f"captured: {len(program.captured)} arrays ({size(total)}) that the step closes over, fixed at their values"
+        )
+    if program.gradients:
+        lines.append(f"the step returns the gradients of {len(program.gradients)} parameters")
+    if not program.donate:
+        lines.append("donation: off, nothing in the results is known to replace the state")
+    return render(Group(*map(Text, lines), out))

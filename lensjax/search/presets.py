@@ -1,0 +1,143 @@
+"""Presets: plans made by a recipe.
+
+    dp       every device has the whole state and a part of the batch
+    zero1    as dp, with the optimizer state split
+    fsdp     parameters, gradients and optimizer state split; weights gathered where they are used
+
+Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO
+(Rajbhandari et al. 2020): stage 1 is zero1, stage 3 is fsdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lensjax._errors import PlanError
+from lensjax.plan.grammar import Term, parse
+from lensjax.plan.pins import Pin, apply_pin, check_used, find
+from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
+from lensjax.program.program import Program
+
+# Below this many elements a leaf stays whole: a collective's launch costs more than the memory is worth.
+MIN_ELEMENTS = 1024
+
+_DATA = ("dp", "zero1", "fsdp", "hsdp", "ep")
+
+
+def preset(
+    text: str,
+    program: Program,
+    devices: int,
+    *,
+    pins: Sequence[Pin] = (),
+    tier_of: Mapping[int, str] | None = None,
+) -> Plan:
+    """The plan of a preset string for a program on a number of devices, pins applied.
+
+    `tier_of`: {number of devices: name of the smallest tier that holds them}, for the axes' tiers. Raises PlanError.
+    """
+    terms = parse(text, devices)
+    for t in terms:
+        if t.name not in ("dp", "zero1", "fsdp"):
+            raise PlanError(
+                f"the preset {t.name!r} cannot be applied yet", hint="available: dp, zero1, fsdp and products"
+            )
+    return build(terms, program, name=text, pins=pins, tier_of=tier_of)
+
+
+def build(
+    terms: Sequence[Term],
+    program: Program,
+    *,
+    name: str,
+    pins: Sequence[Pin] = (),
+    tier_of: Mapping[int, str] | None = None,
+) -> Plan:
+    terms = tuple(t for t in terms if t.size > 1) or terms[:1]
+    mesh = MeshPlan(tuple(Axis(t.name, t.size, tier) for t, tier in zip(terms, _tiers(terms, tier_of or {}))))
+    sizes = {t.name: t.size for t in terms}
+    leaves = {}
+    for i, a in enumerate(program.arguments):
+        if a.role not in ("parameter", "optimizer", "constant"):
+            continue
+        stacked = _is_stacked(program, i if a.follows is None else a.follows)
+        spec: Spec = ((),) * len(a.shape)
+        if "fsdp" in sizes:
+            spec = split(a.shape, spec, "fsdp", sizes, stacked)
+        if "zero1" in sizes and a.role == "optimizer":
+            spec = split(a.shape, spec, "zero1", sizes, stacked)
+        if any(spec):
+            leaves[a.path] = spec
+    leaves = _pinned(program, pins, leaves, sizes)
+    gather = {t.name: t.gather for t in terms if t.gather}
+    return Plan(
+        mesh=mesh,
+        name=name,
+        rules=Rules(activations={"batch": tuple(t.name for t in terms if t.name in _DATA and t.size > 1)}),
+        leaves=leaves,
+        gather={"*": next(iter(gather.values()))} if gather else {},
+    )
+
+
+def split(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int], stacked: bool) -> Spec:
+    """`spec` with one more dimension divided over `axis`: the largest that divides, not the layer index of a stack;
+    a dimension that is already split may be split further. Unchanged where none divides or the leaf is small."""
+    elements = 1
+    for s in shape:
+        elements *= s
+    if elements < MIN_ELEMENTS or sizes[axis] == 1:
+        return spec
+    best, size = None, 0
+    for d in range(1 if stacked else 0, len(shape)):
+        ways = 1
+        for a in spec[d]:
+            ways *= sizes[a]
+        if shape[d] % (ways * sizes[axis]) == 0 and shape[d] // ways > size:
+            best, size = d, shape[d] // ways
+    if best is None:
+        return spec
+    return tuple((*axes, axis) if d == best else axes for d, axes in enumerate(spec))
+
+
+def _is_stacked(program: Program, i: int) -> bool:
+    return any(i in layer.parameters for layer in program.layers)
+
+
+def _pinned(
+    program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]
+) -> dict[str, Spec]:
+    """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
+    state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
+    check_used(pins, [a.path for a in state])
+    out = dict(leaves)
+    for a in sorted(state, key=lambda a: a.role != "parameter"):  # an error names the parameter before its moments
+        pin = find(pins, a.path)
+        if pin is None and a.follows is not None:
+            pin = find(pins, program.arguments[a.follows].path)
+        if pin is None:
+            continue
+        spec = apply_pin(pin, a.path, a.shape, out.get(a.path, ((),) * len(a.shape)), sizes)
+        out.pop(a.path, None)
+        if any(spec):
+            out[a.path] = spec
+    return out
+
+
+def _tiers(terms: Sequence[Term], tier_of: Mapping[int, str]) -> list[str]:
+    """The tier of each axis: the smallest that holds the axis and every axis inside it."""
+    tiers, inside = [], 1
+    for t in reversed(terms):
+        inside *= t.size
+        fitting = [size for size in tier_of if size >= inside]
+        tiers.append(tier_of[min(fitting)] if fitting else "")
+    return tiers[::-1]
+
+
+def enumerate_presets(devices: int, tier_sizes: Sequence[int]) -> list[str]:
+    """The preset strings worth pricing for a cluster whose tiers hold `tier_sizes` devices (innermost first)."""
+    texts = ["dp", "zero1", "fsdp:again", "fsdp:once"] if devices > 1 else ["dp"]
+    for size in tier_sizes:
+        if 1 < size < devices and devices % size == 0:
+            texts += [f"dp={devices // size},fsdp:again={size}", f"dp={devices // size},fsdp:once={size}"]
+            texts += [f"zero1={devices // size},fsdp:again={size}", f"dp={devices // size},zero1={size}"]
+    return texts

@@ -1,0 +1,140 @@
+"""The price of a plan: what is priced is what runs.
+
+score(plan) = cost(partition(lower(passes(program, plan))))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from lensjax._errors import BatchError, DoesNotFit, PlanError
+from lensjax.cost import score
+from lensjax.partition import partition
+from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.plan.pins import Pin
+from lensjax.plan.plan import Plan
+from lensjax.program.program import Program
+from lensjax.search.presets import enumerate_presets, preset
+from lensjax.topology.cluster import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan with its price (`plan.predicted`), or the reason why it does not apply."""
+
+    name: str
+    plan: Plan | None
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds per step; infinite where the plan does not apply."""
+        return self.plan.predicted.step_s if self.plan is not None and self.plan.predicted else float("inf")
+
+    def fits(self, memory: float) -> bool:
+        return self.plan is not None and self.plan.predicted is not None and self.plan.predicted.peak_bytes <= memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The chosen plan and everything it was compared with, best first. `memory`: bytes per device that were allowed."""
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    memory: float
+
+
+def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
+    apply."""
+    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cpu")
+    return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))
+
+
+def price_all(
+    program: Program,
+    makers: Iterable[tuple[str, Callable[[], Plan]]],
+    cluster: Cluster,
+    progress: Callable[[str], None] | None = None,
+) -> list[Candidate]:
+    """Prices named plans in turn; what does not apply keeps its reason."""
+    out = []
+    for name, make in makers:
+        if progress is not None:
+            progress(name)
+        try:
+            out.append(Candidate(name, price(program, make(), cluster)))
+        except (PlanError, BatchError) as e:
+            out.append(Candidate(name, None, e.message))
+    return out
+
+
+def tier_names(cluster: Cluster) -> dict[int, str]:
+    return {t.size: t.name for t in cluster.tiers}
+
+
+def choose(
+    program: Program,
+    cluster: Cluster,
+    *,
+    memory: float | None = None,
+    pins: Sequence[Pin] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Choice:
+    """The fastest preset that fits `memory` bytes per device (the device's own where not given).
+
+    Raises DoesNotFit, with what binds and the nearest plan, when none does.
+    """
+    limit = cluster.device.memory if memory is None else memory
+    names = enumerate_presets(cluster.devices, [t.size for t in cluster.tiers])
+    tiers = tier_names(cluster)
+    makers = [(n, lambda n=n: preset(n, program, cluster.devices, pins=pins, tier_of=tiers)) for n in names]
+    candidates = sorted(price_all(program, makers, cluster, progress), key=lambda c: c.step_s)
+    fitting = [c for c in candidates if c.fits(limit)]
+    if not fitting:
+        raise nothing_fits(program, candidates, limit)
+    best = fitting[0].plan
+    assert best is not None
+    return Choice(best, tuple(candidates), limit)
+
+
+def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float) -> Exception:
+    """The error for a step that no candidate makes fit: what binds, by how much, and the nearest plan."""
+    applicable = [c for c in candidates if c.plan is not None]
+    if not applicable:
+        reasons = "\n".join(f"  {c.name}: {c.reason}" for c in candidates)
+        return PlanError(f"no plan applies to this step:\n{reasons}")
+    nearest = min(applicable, key=lambda c: c.plan.predicted.peak_bytes)  # type: ignore[union-attr]
+    plan = nearest.plan
+    assert plan is not None and plan.predicted is not None
+    over = plan.predicted.peak_bytes - limit
+    parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
+    held = ", ".join(f"{k} {_gib(v)}" for k, v in parts if v > 0)
+    largest = "\n".join(f"    {path}: {_gib(size)}" for path, size in largest_leaves(program, plan))
+    return DoesNotFit(
+        f"nothing fits {_gib(limit)} per device. The nearest plan is {nearest.name}: "
+        f"peak {_gib(plan.predicted.peak_bytes)}, {_gib(over)} too much.\n  it holds: {held}\n  the largest state tensors per device:\n{largest}",
+        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
+        "layers); "
+        f'plan="{nearest.name}" runs it all the same',
+    )
+
+
+def largest_leaves(program: Program, plan: Plan, count: int = 5) -> list[tuple[str, float]]:
+    """(path, bytes per device) of the largest arguments under a plan."""
+    sizes = []
+    for a in program.arguments:
+        ways = 1
+        for axes in plan.leaves.get(a.path, ()):
+            for axis in axes:
+                ways *= plan.mesh.shape[axis]
+        sizes.append((a.path, a.nbytes / ways))
+    return sorted(sizes, key=lambda x: -x[1])[:count]
+
+
+def _gib(n: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f} bytes"

@@ -1,0 +1,59 @@
+"""The audit: everything that a compiled step says about itself, in one object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lensjax.verify.artifact import Artifact
+from lensjax.verify.collectives import Found, collectives
+from lensjax.verify.finding import Case, Finding
+from lensjax.verify.hlo import Module, parse_hlo
+from lensjax.verify.memory import Peak, peak
+from lensjax.verify.prices import Priced
+from lensjax.verify.rules import findings
+from lensjax.verify.timeline import Timeline, timeline
+from lensjax.verify.traffic import Traffic, traffic
+
+if TYPE_CHECKING:
+    from lensjax.topology.cluster import Cluster
+    from lensjax.verify.facts import Facts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audit:
+    """A compiled step, read. `unknown`: what the parser did not understand, one sentence each; `notes`: what the
+    compile does not prove. `timeline` is None without a cluster.
+    """
+
+    artifact: Artifact
+    module: Module
+    found: Found
+    traffic: Traffic
+    peak: Peak
+    timeline: Timeline | None
+    findings: tuple[Finding, ...]
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def audit(
+    artifact: Artifact,
+    *,
+    mesh: Mapping[str, int],
+    cluster: Cluster | None = None,
+    order: Sequence[int] | None = None,
+    facts: Facts | None = None,
+) -> Audit:
+    """Reads a compiled step. `mesh`: axis -> size; `order`: device id of each mesh position; `facts`: see `facts`."""
+    module = parse_hlo(artifact.hlo)
+    found = collectives(module)
+    priced = Priced(cluster, module.devices, order) if cluster is not None else None
+    flow = traffic(found.collectives, mesh, priced.bytes if priced else None)
+    line = timeline(module, found, cluster.device, priced.price()) if cluster is not None and priced else None
+    case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
+    notes = artifact.notes + ((f"batch not followed: {facts.reason}",) if facts is not None and facts.reason else ())
+    return Audit(
+        artifact, module, found, flow, peak(artifact, module), line, findings(case), found.unknown, notes
+    )  # fmt: skip

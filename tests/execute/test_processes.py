@@ -1,0 +1,57 @@
+"""Two processes of four devices compute what one process of eight does, each bringing its own rows of the batch."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = textwrap.dedent("""
+    import json, sys
+    import jax, jax.numpy as jnp, numpy as np, optax
+    count, index = int(sys.argv[2]), int(sys.argv[3])
+    if count > 1:
+        jax.distributed.initialize(sys.argv[1], count, index, initialization_timeout=120)
+    import lensjax
+    from tests.zoo import FAMILIES
+
+    plan, family = sys.argv[4], sys.argv[5]
+    made = FAMILIES[family].make()
+    batch = jax.device_get(made.batch(jax.random.key(1)))
+    train = lensjax.parallelize(made.step, plan=plan, cluster="cpu:2x4")
+    state = train.init(made.init, jax.random.key(0), batch=batch)
+    rows = lambda x: x.reshape(count, len(x) // count, *x.shape[1:])[index]
+    losses = []
+    for _ in range(3):
+        state, metrics = train(state, train.from_local(jax.tree.map(rows, batch)))
+        losses.append(float(metrics["loss"]))
+    print("LOSSES", json.dumps(losses), flush=True)
+""")
+
+
+def run(count, plan, family, port):
+    devices = 8 // count
+    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, f"localhost:{port}", str(count), str(i), plan, family],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    out = []
+    for w in workers:
+        stdout, stderr = w.communicate(timeout=400)
+        assert w.returncode == 0, stderr[-2000:]
+        out.append(json.loads(stdout.split("LOSSES")[1]))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["fsdp", "dp=2,zero1=4"])
+def test_two_processes_equal_one(plan, free_port):
+    (expected,) = run(1, plan, "gpt_scan_remat_dropout", free_port)
+    for losses in run(2, plan, "gpt_scan_remat_dropout", free_port):
+        assert losses == pytest.approx(expected, rel=1e-5)

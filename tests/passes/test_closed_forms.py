@@ -1,0 +1,93 @@
+"""What presets send, against the closed forms of ring collectives, in compiled programs.
+
+Per device, with n devices: FSDP `once` gathers each split weight once and reduce-scatters its gradient, 2(n-1)/n of
+the bytes; `again` gathers layer weights a second time in the backward, 3(n-1)/n (ZeRO stage 3; Rajbhandari et al.
+2020, section 7).
+"""
+
+import collections
+
+import jax.numpy as jnp
+import pytest
+
+from lensjax.models.targets import target
+from lensjax.partition import partition
+from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.program.program import analyze
+from lensjax.search.presets import preset
+from lensjax.verify import target_devices
+from lensjax.verify.collectives import collectives
+from lensjax.verify.devices import missing
+from lensjax.verify.hlo.parse import parse_hlo
+from lensjax.verify.traffic import sent_bytes
+from tests.closed_forms import CLUSTER, fsdp_bytes, mesh_on, split_and_whole
+
+DECODER = dict(dtype=jnp.float32, width=128, mlp=512, vocab=512, layers=4)
+
+
+def program():
+    step, state, batch = target("llama3-tiny", 16, 64, **DECODER)
+    return analyze(step, (state, batch))
+
+
+def compiled_traffic(plan, program, platform):
+    mesh = mesh_on(plan, platform)
+    text = lower(emit(program, plan, mesh), platform).compile().as_text()
+    found = collections.Counter()
+    for c in collectives(parse_hlo(text)).collectives:
+        found[c.kind] += sent_bytes(c.kind, c.payload, c.members) * c.trips
+    return found
+
+
+needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=f"no GPU compiler: {missing('cuda')}")
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("gather", ["once", "again"])
+def test_fsdp_compiled_for_h100_sends_the_closed_form(gather):
+    p = program()
+    plan = preset(f"fsdp:{gather}", p, 8)
+    found = compiled_traffic(plan, p, "cuda")
+    expected = fsdp_bytes(p, plan, gather, 8)
+    assert sum(found.values()) == pytest.approx(expected, rel=0.02), (found, expected)
+    split, _ = split_and_whole(p, plan)
+    assert found["reduce-scatter"] == pytest.approx(7 / 8 * split, rel=0.02)
+
+
+@pytest.mark.parametrize("gather", ["once", "again"])
+def test_fsdp_compiled_for_cpu_gathers_and_reduces_the_same(gather):
+    """XLA:CPU never makes a reduce-scatter: gradients are all-reduced (twice the bytes) and sliced."""
+    p = program()
+    plan = preset(f"fsdp:{gather}", p, 8)
+    found = compiled_traffic(plan, p, "cpu")
+    split, whole = split_and_whole(p, plan)
+    expected = fsdp_bytes(p, plan, gather, 8)
+    gathers = expected - 7 / 8 * split - 2 * 7 / 8 * whole
+    assert found["all-gather"] == pytest.approx(gathers, rel=0.02)
+    assert found["all-reduce"] == pytest.approx(2 * 7 / 8 * (split + whole), rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["dp", "zero1", "fsdp:once", "fsdp:again", "dp=2,fsdp=4"])
+def test_the_partitioner_expects_the_closed_form(text):
+    p = program()
+    plan = preset(text, p, 8)
+    sent = collections.Counter()
+    ring = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+    for c in partition(lower(emit(p, plan, abstract_mesh(plan)), "cpu")).collectives:
+        sent[c.op] += ring[c.op] * (c.group - 1) / c.group * c.bytes * c.trips
+    split, whole = split_and_whole(p, plan)
+    total = sum(p.arguments[i].nbytes for i in p.parameters)
+    if text == "dp":
+        expected = 2 * 7 / 8 * total
+    elif text == "zero1":
+        expected = 2 * 7 / 8 * total
+    elif text == "dp=2,fsdp=4":
+        expected = fsdp_bytes(p, plan, "again", 4) + 2 * 1 / 2 * (split / 4 + whole)
+    else:
+        expected = fsdp_bytes(p, plan, text.partition(":")[2], 8)
+    assert sum(sent.values()) == pytest.approx(expected, rel=0.02), sent
+
+
+@needs_gpu_compiler
+def test_the_target_cluster_is_two_nodes_of_four():
+    assert len(target_devices(CLUSTER)) == 8

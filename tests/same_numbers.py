@@ -1,0 +1,76 @@
+"""Comparing a decorated step with one device: the measure that every test uses.
+
+Both sides start each step from the same state. Gradients (an output of the instrumented step) are compared relative to
+the global maximum over all gradient leaves, never leaf by leaf, and never as parameters after Adam, where a zero
+gradient's rounding becomes a full step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lensjax
+from tests.zoo import FAMILIES
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """`gradients`: largest difference over the largest gradient; `loss`: relative."""
+
+    gradients: float
+    loss: float
+
+
+def difference(metrics, reference) -> Difference:
+    """Between the metrics of two instrumented steps (`loss` and `grads`)."""
+    theirs = [np.asarray(x, np.float64) for x in jax.tree.leaves(reference["grads"])]
+    mine = [np.asarray(x, np.float64) for x in jax.tree.leaves(metrics["grads"])]
+    largest = max(np.abs(x).max() for x in theirs)
+    worst = max(np.abs(x - y).max() for x, y in zip(mine, theirs, strict=True))
+    loss = float(reference["loss"])
+    return Difference(float(worst / largest), abs(float(metrics["loss"]) - loss) / max(abs(loss), 1e-30))
+
+
+@functools.cache
+def reference(family: str, steps: int = 2):
+    """[(state before, metrics)] of `steps` steps on one device, and the batch; everything on the host."""
+    step, init, batch = FAMILIES[family].make(with_grads=True)
+    run = jax.jit(step)
+    state, data = init(jax.random.key(0)), batch(jax.random.key(1))
+    out = []
+    for _ in range(steps):
+        before = [np.asarray(x) if not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
+                  for x in jax.tree.leaves(state)]  # fmt: skip
+        state, metrics = run(state, data)
+        out.append((before, jax.device_get(metrics)))
+    return out, data
+
+
+def compare(family: str, plan: str, cluster: str = "cpu:8", steps: int = 2, dtype: str = "float32") -> list[Difference]:
+    """Runs `steps` steps of a family under a plan, each from the reference's state; returns the differences."""
+    made = FAMILIES[family].make(with_grads=True)
+    step = lensjax.parallelize(made.step, plan=plan, cluster=cluster)
+    expected, data = reference(family, steps)
+    state = step.init(made.init, jax.random.key(0), batch=data)
+    tree = jax.tree.structure(state)
+    found = []
+    for before, metrics in expected:
+        state = jax.tree.unflatten(tree, before)
+        state, mine = step(state, data)
+        found.append(difference(mine, metrics))
+    assert_close(found, dtype, f"{family} under {plan}")
+    return found
+
+
+def assert_close(found: list[Difference], dtype: str, what: str) -> None:
+    limit = TOLERANCE[dtype]
+    for i, d in enumerate(found):
+        assert d.gradients <= limit, f"{what}: gradients differ by {d.gradients:.2e} of the largest at step {i}"
+        assert d.loss <= limit, f"{what}: the loss differs by {d.loss:.2e} at step {i}"
