@@ -33,7 +33,7 @@ def slow_link(rate: str, tag: str) -> Iterator[list[str]]:
     after.
     """
     names = [f"{tag}0", f"{tag}1"]
-    run = lambda *command: subprocess.run(command, check=True, capture_output=True)  # noqa: E731
+    run = lambda *command: subprocess.run(command, check=True, capture_output=True)
     try:
         for i, name in enumerate(names):
             run("ip", "netns", "add", name)
