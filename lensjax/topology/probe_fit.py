@@ -1,4 +1,4 @@
-"""From measured collectives to a cluster: the bandwidth and latency of each tier, by the formulas that price collectives.
+"""From measured collectives to a cluster: bandwidth and latency of each tier, by the formulas that price collectives.
 
 Tiers are fitted from the inside out on log(predicted / measured) with a Cauchy loss: hiccups of the machine move
 nothing. What one device reaches alone, over what it gets when all send, is how many devices share its NIC.
