@@ -1,4 +1,4 @@
-"""By how much algorithms that know the tiers beat a flat ring: predicted all-reduce times, per machine, nodes and payload.
+"""By how much algorithms that know the tiers beat a flat ring: predicted all-reduces by machine, nodes and payload.
 
 python benchmarks/hierarchy_gain.py
 """
@@ -10,7 +10,7 @@ from rich.table import Table
 from lensjax.topology.cluster import Cluster
 from lensjax.topology.collectives import collective_time
 
-MACHINES = ("p3.16xlarge", "p4de", "dgx-a100", "dgx-h100", "hbm2e-nvswitch")
+MACHINES = ("p3", "p4de", "dgx-a100", "dgx-h100", "hbm2e")
 SIZES = (1e6, 1e8, 1e9)
 
 

@@ -14,6 +14,7 @@ lines cross.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from lensjax.topology.cluster import Cluster
 
@@ -107,6 +108,11 @@ def profile_of(cluster: Cluster) -> Profile:
     """The profile of the library that JAX uses on this cluster's devices, fitted to published measurements where there
     are.
     """
+    return _shipped(family_of(cluster), outer_family_of(cluster))
+
+
+@functools.cache
+def _shipped(inner: str, outer: str) -> Profile:
     from lensjax.topology.calibrate import shipped
 
-    return shipped().profile(family_of(cluster), outer_family_of(cluster))
+    return shipped().profile(inner, outer)
