@@ -69,7 +69,7 @@ def collective_lines(
 ) -> np.ndarray:
     """The price as data, for many calls on the same groups: float [k, lines, 2] of (seconds, seconds per byte).
 
-    collective_time(S) is the maximum over the k ways in which groups lie of the minimum over lines of seconds + S * slope.
+    collective_time(S) is the largest, over the k ways in which groups lie, of the smallest seconds + S * slope.
     """
     profile = profile or profile_of(cluster)
     options = _options(cluster, op, groups, algorithm, profile)

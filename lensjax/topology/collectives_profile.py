@@ -22,8 +22,7 @@ from lensjax.topology.cluster import Cluster
 @dataclasses.dataclass(frozen=True)
 class Protocol:
     """One way to move a message. `base`: seconds per call; `hop_inner`, `hop_outer`: multiples of a tier's latency per
-    hop (on the innermost tier, on the others); `fraction`: of the bandwidth that it can use; `ring_only`: not for
-    in-switch reduction.
+    hop (on the innermost tier, on the others); `fraction`: of the bandwidth that it can use.
     """
 
     name: str
@@ -55,9 +54,7 @@ class Profile:
     over the link's, `multicast_base` its fixed cost. `peer`: seconds per peer of an all-to-all, `direct_base` its fixed
     cost. `aware_trees`: the library takes trees by what really crosses (a tuner plug-in), not by its built-in model.
     `rendezvous`: inside the innermost tier members meet once and copy from each other's memory (XLA's CPU collectives
-    of one process), so that its latency counts once a call. `shard_launch`, `shard_peer`, `shard_copy`: what an
-    interface that packs lists of shards adds to all-gather and reduce-scatter: seconds per call, seconds per member,
-    and the copy's bytes/s (infinite for none).
+    of one process), so that its latency counts once a call.
     """
 
     name: str
@@ -76,9 +73,6 @@ class Profile:
     peer: float = 0.0
     aware_trees: bool = False
     rendezvous: bool = False
-    shard_launch: float = 0.0
-    shard_peer: float = 0.0
-    shard_copy: float = float("inf")
     source: str = ""
 
 
