@@ -2,8 +2,8 @@
 
     python benchmarks/planning.py [--json]
 
-Bars (two cores): every preset of the example in under 5 s; Llama-3-8B on 256 devices in under 10 s. Nothing here needs a
-device. Each row is planned in a process of its own, so that none profits from another's caches.
+Bars (two cores): every preset of the example in under 5 s; Llama-3-8B on 256 devices in under 10 s. Nothing here needs
+a device. Each row is planned in a process of its own, so that none profits from another's caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ ROWS = {
 
 def one(name, cluster, batch, seq):
     os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
 
     from lensjax._errors import DoesNotFit
     from lensjax.execute.planning import Options, make_plan

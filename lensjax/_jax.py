@@ -266,7 +266,7 @@ def lowered_arguments(lowered: Any) -> tuple[int, ...]:
 
 def _is_free(sharding: Any) -> bool:
     from jax._src.interpreters import mlir
-    from jax._src.sharding_impls import UnspecifiedValue
+    from jax._src.sharding_impls import UnspecifiedValue  # pyright: ignore[reportPrivateImportUsage]
 
     return isinstance(sharding, UnspecifiedValue) or bool(mlir.contains_unconstrained(sharding))
 
@@ -284,7 +284,7 @@ def compile_module(
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
     order = np.array([d.id for d in devices]).reshape(1, -1)

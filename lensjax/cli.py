@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "plan": "lensjax.commands.plan",
     "probe": "lensjax.commands.probe",
     "topo": "lensjax.commands.topo",
+    "verify": "lensjax.commands.verify",
 }
 
 

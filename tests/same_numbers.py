@@ -18,7 +18,7 @@ from flax import nnx
 import lensjax
 from tests.zoo import FAMILIES
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def reference(family: str, steps: int = 2):
 def compare(family: str, plan: str, cluster: str = "cpu:8", steps: int = 2, dtype: str = "float32") -> list[Difference]:
     """Runs `steps` steps of a family under a plan, each from the reference's state; returns the differences."""
     made = FAMILIES[family].make(with_grads=True)
-    step = lensjax.parallelize(made.step, plan=plan, cluster=cluster)
+    step = lensjax.parallelize(made.step, plan=plan, cluster=cluster, **FAMILIES[family].options)
     expected, data = reference(family, steps)
     state = step.init(made.init, jax.random.key(0), batch=data)
     found = []

@@ -15,11 +15,13 @@ HELP = "predict each row of a table of measured collectives"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", help="CSV: system, intra/inter, op, n_gpus, bytes, algbw_GBps, busbw_GBps, notes")
-    parser.add_argument("--cluster", help="price every row on this machine instead of the one its system text describes")
+    parser.add_argument(
+        "--cluster", help="price every row on this machine instead of the one its system text describes"
+    )
     parser.add_argument(
         "--leave-out",
         choices=("series", "system"),
-        help="predict each row by a fit to the table's other series, or systems, instead of the constants that come with lensjax",
+        help="predict each row by a fit to the table's other series or systems, not by lensjax's constants",
     )
 
 
@@ -60,10 +62,9 @@ def _predict(rows: list, cluster: str | None, leave_out: str | None) -> tuple[np
 
 
 def _row(row: Any, seconds: float, problem: str | None) -> dict[str, Any]:
-    from lensjax.topology.collectives_table import RATE_SIZE, bus_factor
+    from lensjax.topology.collectives_table import bus_factor
 
-    size = row.bytes if row.bytes is not None else RATE_SIZE
-    rate = size / seconds if seconds > 0 else float("nan")
+    rate = row.priced_bytes / seconds if seconds > 0 else float("nan")
     result = {
         "id": row.line,
         "op": row.op,
@@ -80,11 +81,9 @@ def _row(row: Any, seconds: float, problem: str | None) -> dict[str, Any]:
 
 def summarise(rows: list, predicted: np.ndarray) -> dict[str, Any]:
     """Relative errors of time: over all rows that state one, per operation and tier, and of the large-message rates."""
-    from lensjax.topology.collectives_table import RATE_SIZE
-
     measured = np.array([r.seconds if r.seconds else np.nan for r in rows])
     errors = np.abs(predicted / measured - 1)
-    rates = np.array([RATE_SIZE / r.rate if r.rate and r.bytes is None else np.nan for r in rows])
+    rates = np.array([r.priced_bytes / r.rate if r.rate and r.bytes is None else np.nan for r in rows])
     groups: dict[tuple[str, str], list[float]] = {}
     for row, error in zip(rows, errors):
         groups.setdefault((row.op, row.scope), []).append(error)
@@ -111,7 +110,10 @@ def _table(summary: dict[str, Any]) -> Any:
         table.add_column(name)
     for name in ("rows", "median", "90th percentile", "worst"):
         table.add_column(name, justify="right")
-    for group in [*summary["groups"], {"op": "all", "tier": "", **{k: summary[k] for k in ("rows", "median", "p90", "worst")}}]:
+    for group in [
+        *summary["groups"],
+        {"op": "all", "tier": "", **{k: summary[k] for k in ("rows", "median", "p90", "worst")}},
+    ]:
         if group["rows"]:
             shown = [f"{group[k]:.1%}" for k in ("median", "p90", "worst")]
             table.add_row(group["op"], group["tier"], str(group["rows"]), *shown)
@@ -122,7 +124,10 @@ def _line(summary: dict[str, Any]) -> str:
     rates = summary["without_size"]
     if not rates["rows"]:
         return "Relative error |predicted / measured - 1|."
-    return f"{rates['rows']} rows state a rate but no size: priced at 1 GiB, median error {rates['median']:.1%}, worst {rates['worst']:.1%}."
+    median, worst = f"{rates['median']:.1%}", f"{rates['worst']:.1%}"
+    return (
+        f"{rates['rows']} rows state a rate but no size: taken as large messages, median error {median}, worst {worst}"
+    )
 
 
 def _unknown(problems: dict[int, str]) -> list[str]:

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", help="picture to write: bandwidth by size, measured and fitted")
     parser.add_argument("--emulate", type=int, metavar="N", help="N emulated CPU devices in this process")
     parser.add_argument("--largest", default="16MiB", help="largest payload, e.g. 64MiB (default 16MiB)")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds: a series of sizes ends at a call slower than this")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, help="seconds: a series of sizes ends at a call slower than this"
+    )
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: the address of process 0")
     parser.add_argument("--processes", type=int, help="several processes: how many")
     parser.add_argument("--process", type=int, help="several processes: which one this is, from 0")
@@ -57,12 +59,18 @@ def _measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     sizes = _sizes(args.largest)
     devices, found = levels(jax.devices())
-    return devices, found, list(_progress(sweep(devices, found, sizes, budget=args.budget), 5 * len(sizes) * len(found)))
+    return (
+        devices,
+        found,
+        list(_progress(sweep(devices, found, sizes, budget=args.budget), 5 * len(sizes) * len(found))),
+    )
 
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[None]:
-    """Gloo and other libraries write to the process's standard output: to standard error with it, it is ours (--json)."""
+    """Gloo and other libraries write to the process's standard output: to standard error with it, it is ours
+    (--json).
+    """
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -89,7 +97,10 @@ def _prepare(args: argparse.Namespace) -> None:
     together = (args.coordinator, args.processes, args.process)
     if any(v is not None for v in together):
         if any(v is None for v in together):
-            raise UsageError("several processes need --coordinator, --processes and --process", hint="--coordinator host0:9731 --processes 2 --process 0")
+            raise UsageError(
+                "several processes need --coordinator, --processes and --process",
+                hint="--coordinator host0:9731 --processes 2 --process 0",
+            )
         import jax
 
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
@@ -113,7 +124,9 @@ def _device(live: Any) -> Any:
         return known or device("cpu")
     stats = live.memory_stats() or {}
     memory = float(stats.get("bytes_limit", 16 * 2**30))
-    return Device(live.device_kind, "cuda" if live.platform == "gpu" else live.platform, memory, 1e12, {"float32": 1e13})
+    return Device(
+        live.device_kind, "cuda" if live.platform == "gpu" else live.platform, memory, 1e12, {"float32": 1e13}
+    )
 
 
 def _progress(points: Any, total: int) -> Any:
@@ -149,7 +162,15 @@ def _show(cluster: Any, found: Any, points: Any, fits: Any, written: dict[str, A
 
     table = Table(title=f"{cluster.name}: measured tiers")
     table.add_column("tier")
-    for name in ("devices", "bandwidth per device", "latency per hop", "share a NIC", "fit error median", "90th", "points"):
+    for name in (
+        "devices",
+        "bandwidth per device",
+        "latency per hop",
+        "share a NIC",
+        "fit error median",
+        "90th",
+        "points",
+    ):
         table.add_column(name, justify="right")
     for f in fits:
         cells = (str(f.size), f"{_short(f.bandwidth)}B/s", f"{f.latency * 1e6:.3g} us", str(f.nic_sharing))

@@ -22,8 +22,10 @@ from jax.extend import core as jcore
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lensjax import _jax
+from lensjax._errors import PlanError
+from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
-from lensjax.passes.shardings import Shardings, batch_axes, named, resolve, whole
+from lensjax.passes.shardings import Shardings, batch_axes, named, resolve, ways
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
@@ -35,9 +37,11 @@ _VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A split weight, or a view of one, on its way to its uses."""
+    """A split weight, or a view of one, on its way to its uses. `use`: the spec in which matmuls read it: whole along
+    the axes that split the batch, still split along the others."""
 
     spec: Spec
+    use: Spec
     gather: str  # "once" | "again"
 
 
@@ -69,11 +73,30 @@ def pin(program: Program, plan: Plan, mesh: Any) -> Program:
     return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())
 
 
+def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """(logical axis, mesh axes) of the plan's activation rules, in order; empty where only the batch is ruled (then the
+    batch dimensions that two traces found are enough). Raises PlanError for a name that the program does not have."""
+    rules = plan.rules.activations
+    if set(rules) <= {"batch"}:
+        return ()
+    number: dict[str, list[int]] = {}
+    for i, name in enumerate(program.logical.names):
+        number.setdefault(name, []).append(i)
+    if unknown := [name for name in rules if name not in number]:
+        raise PlanError(
+            f"the plan has a rule for the logical axis {unknown[0]!r}, which the program does not have",
+            hint="the plan was made for another program: plan again",
+        )
+    return tuple((i, tuple(axes)) for name, axes in rules.items() if axes for i in number[name])
+
+
 class _Pinner:
     def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
         self.axes = batch_axes(plan)
+        self.rules = activation_rules(program, plan)
+        self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
         self.results = self._final_specs(inner)
         self.grads = gradient_pins(program, {inner.outvars[r]: s for r, s in self.results.items()})
@@ -96,8 +119,11 @@ class _Pinner:
         weights = {}
         for i, a in enumerate(self.program.arguments):
             if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
-                mode = self._gather_mode(layer_of.get(i))
-                weights[inner.invars[i]] = Weight(self.shardings.arguments[i], mode)
+                spec = self.shardings.arguments[i]
+                use = tuple(tuple(x for x in axes if x not in self.axes) for axes in spec)
+                if self._selects(inner.invars[i]):
+                    use = spec
+                weights[inner.invars[i]] = Weight(spec, use, self._gather_mode(layer_of.get(i)))
         b = Builder()
         self._body(b, inner, weights)
         outs = b.read_all(inner.outvars)
@@ -114,10 +140,19 @@ class _Pinner:
             return gather.get("", "once")  # outside the layers forward and backward uses are next to each other
         return gather.get(layer or "*", gather.get("*", "once"))
 
+    def _selects(self, v: Any) -> bool:
+        """Whether a weight's own axes are split over the batch's mesh axes by rule (experts): it is not gathered."""
+        if not self.rules:
+            return False
+        majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
+        return any(
+            axis in majors and set(mesh) & set(self.axes) for axis, mesh in self.rules if axis not in self.batch_ids
+        )
+
     # ---- one body ---------------------------------------------------------------------------------------------------
 
     def _body(self, b: Builder, jaxpr: Any, weights: dict[Any, Weight]) -> None:
-        gathered: dict[tuple[Any, str], Any] = {}
+        gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
@@ -138,14 +173,41 @@ class _Pinner:
 
     def _pin_batch(self, b: Builder, v: Any, like: Any) -> Any:
         """`v` split along its batch dimension; unchanged where it has none, or only one merged with another."""
+        entries = self._entries(v) if self.rules else self._batch_entries(v)
+        if entries is None:
+            return b.read(v)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+        return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
+
+    def _batch_entries(self, v: Any) -> list[Any] | None:
         plain = self.batch.plain(v)
         if not plain or not self.axes:
-            return b.read(v)
+            return None
         hidden = set(self.batch.dims[v]) - set(plain)
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
         entries[plain[0]] = self.axes
-        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
-        return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
+        return entries
+
+    def _entries(self, v: Any) -> list[Any] | None:
+        """The plan's rules on a value's logical axes, in their order: a mesh axis splits one dimension of a value. A
+        dimension in which a ruled axis stands behind another one is left to the partitioner."""
+        logical, shape = self.program.logical, shape_of(v)
+        if v not in logical.dims:
+            return self._batch_entries(v)
+        entries: list[Any] = [None] * len(shape)
+        used: set[str] = set()
+        for d in range(len(shape)):
+            if any(axis in logical.dims[v][d][1:] for axis, _ in self.rules):
+                entries[d] = PartitionSpec.UNCONSTRAINED
+        for axis, mesh in self.rules:
+            for d, n in enumerate(shape):
+                free = tuple(a for a in mesh if a not in used)
+                if logical.major(v, d) == axis and free and n % ways(self.plan, free) == 0 and not entries[d]:
+                    size = logical.axes[axis].size
+                    if size % ways(self.plan, free) == 0:
+                        entries[d] = free
+                        used.update(free)
+        return entries if used else None
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
@@ -183,7 +245,10 @@ class _Pinner:
 
     def _view(self, eqn: Any, weight: Weight) -> Weight:
         if eqn.primitive.name == "transpose":
-            return dataclasses.replace(weight, spec=tuple(weight.spec[d] for d in eqn.params["permutation"]))
+            order = eqn.params["permutation"]
+            return dataclasses.replace(
+                weight, spec=tuple(weight.spec[d] for d in order), use=tuple(weight.use[d] for d in order)
+            )
         return weight
 
     def _gather(self, b: Builder, eqn: Any, i: int, ins: list[Any], weight: Weight, gathered: dict[Any, Any]) -> Any:
@@ -191,15 +256,23 @@ class _Pinner:
         phase = ""
         if weight.gather == "again":
             phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
-        if (var, phase) not in gathered:
+        narrow = read_as(eqn, i)
+        key = (var, phase, narrow)
+        if key not in gathered:
             source = b.read(var)
             other = next((k for k, a in enumerate(eqn.invars) if k != i and is_var(a) and a in self.batch.dims), None)
-            if phase == "backward" and (var, "forward") in gathered and other is not None:
-                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight
-                # whole.
+            if phase == "backward" and (var, "forward", narrow) in gathered and other is not None:
+                # Tied to a cotangent: else the compiler merges this gather with the forward's, and keeps the weight.
                 source, ins[other] = b.apply(_together, source, ins[other], like=eqn, name="lensjax.again")
-            gathered[var, phase] = self._constrain(b, source, whole(len(weight.spec)), eqn, "gather")
-        return gathered[var, phase]
+            if narrow is not None:
+                # Every reader casts first: the cast value is what travels. Casting back and again changes no bit.
+                source = b.apply(Cast(narrow), source, like=eqn, name="lensjax.cast")[0]
+                source = self._constrain(b, source, weight.spec, eqn, "weight")
+            source = self._constrain(b, source, weight.use, eqn, "gather")
+            if narrow is not None:
+                source = b.apply(Cast(var.aval.dtype), source, like=eqn, name="lensjax.cast")[0]
+            gathered[key] = source
+        return gathered[key]
 
     # ---- nested bodies ------------------------------------------------------------------------------------------
 
@@ -216,9 +289,10 @@ class _Pinner:
             for j, (v, a) in enumerate(zip(inner.invars, operands[k])):
                 weight = weights.get(a) if is_var(a) else None
                 if weight is not None and weight.gather == "again" and name in ("scan", "remat2", "checkpoint"):
-                    spec = weight.spec[1:] if j >= sliced else weight.spec
-                    if any(spec):
-                        inside[v] = dataclasses.replace(weight, spec=spec)
+                    if j >= sliced:
+                        weight = dataclasses.replace(weight, spec=weight.spec[1:], use=weight.use[1:])
+                    if any(weight.spec):
+                        inside[v] = weight
             b = Builder()
             for v in inner.invars:
                 if v in self.grads:

@@ -83,7 +83,8 @@ def find_batch(
             seen = "; ".join(f"{b.size} along axis {axis} of {_names(traced, b.axes)}" for b in found)
             raise BatchError(
                 f"more than one group of arguments could be the batch: {seen}",
-                hint="name the batch: parallelize(batch_argnums=...) with the positions of the batch arguments",
+                hint="name the batch: parallelize(batch_argnums=..., batch_axes=...), the positions of the batch "
+                "arguments and the batch dimension of their leaves (None for a leaf that has none)",
             )
     listed = "\n".join(tried) or "  no array argument is left that is not state or a key"
     raise BatchError(
@@ -97,7 +98,8 @@ def _told(fn: Callable, traced: Traced, axes: dict[int, int]) -> Batch:
     if len(sizes) != 1:
         raise BatchError(
             f"the batch arguments disagree on the batch size: {sorted(sizes)} ({_names(traced, axes)})",
-            hint="all batch leaves need the same size along their batch axis",
+            hint="all batch leaves need the same size along their batch axis; give batch_axes a None for a leaf that "
+            "has no batch dimension",
         )
     size = sizes.pop()
     try:

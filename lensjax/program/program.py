@@ -24,6 +24,7 @@ from lensjax.program.batch import Batch, find_batch
 from lensjax.program.edit import bodies, is_var
 from lensjax.program.flow import compute_arguments, dependencies
 from lensjax.program.layers import Layer, find_layers
+from lensjax.program.logical import Logical, logical_axes
 from lensjax.program.roles import Argument, added_to, is_key, match_state, raw_keys, split_gradients, tie
 from lensjax.program.trace import Call, Traced, abstract, trace
 
@@ -55,6 +56,12 @@ class Program:
     @property
     def parameters(self) -> tuple[int, ...]:
         return tuple(i for i, a in enumerate(self.arguments) if a.role == "parameter")
+
+    @functools.cached_property
+    def logical(self) -> Logical:
+        """The logical axes of every value (found when first asked for: it takes about as long as one trace)."""
+        batch = {i: a.batch_axis for i, a in enumerate(self.arguments) if a.batch_axis is not None}
+        return logical_axes(self.jaxpr, [a.path for a in self.arguments], batch, self.parameters)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -101,7 +101,7 @@ def _against(mine: Any, other: Candidate) -> str:
     theirs: Any = other.plan.predicted if other.plan is not None else None
     gain = theirs.step_s / mine.step_s - 1 if mine.step_s else 0.0
     saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
-    parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 1e-9]
+    parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 5e-8]
     memory = theirs.peak_bytes - mine.peak_bytes
     parts.append(f"memory {'-' if memory >= 0 else '+'}{size(abs(memory))}")
     return f"{gain:.1%} faster ({', '.join(parts)})"

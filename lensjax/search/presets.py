@@ -3,6 +3,10 @@
     dp       every device has the whole state and a part of the batch
     zero1    as dp, with the optimizer state split
     fsdp     parameters, gradients and optimizer state split; weights gathered where they are used
+    hsdp     fsdp inside a group of devices, whole copies across (the rest goes to dp)
+    tp       weights and the activations between them split along logical axes (see `tensor`)
+    tp_sp    as tp, with the activations outside the split matmuls divided along the sequence
+    ep       experts divided over the devices that also divide the batch
 
 Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. The recipes are those of ZeRO
 (Rajbhandari et al. 2020): stage 1 is zero1, stage 3 is fsdp.
@@ -12,16 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.plan.grammar import Term, parse
 from lensjax.plan.pins import Pin, apply_pin, check_used, find
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
 from lensjax.program.program import Program
+from lensjax.search.tensor import batch_input_axes, expert_axes, tensor_axes
 
 # Below this many elements a leaf stays whole: a collective's launch costs more than the memory is worth.
 MIN_ELEMENTS = 1024
 
-_DATA = ("dp", "zero1", "fsdp", "hsdp", "ep")
+_DATA = ("dp", "zero1", "fsdp", "hsdp", "ep")  # their mesh axes split the batch
+_AXIS = {"hsdp": "fsdp", "tp_sp": "tp"}
 
 
 def preset(
@@ -37,11 +44,6 @@ def preset(
     `tier_of`: {number of devices: name of the smallest tier that holds them}, for the axes' tiers. Raises PlanError.
     """
     terms = parse(text, devices)
-    for t in terms:
-        if t.name not in ("dp", "zero1", "fsdp"):
-            raise PlanError(
-                f"the preset {t.name!r} cannot be applied yet", hint="available: dp, zero1, fsdp and products"
-            )
     return build(terms, program, name=text, pins=pins, tier_of=tier_of)
 
 
@@ -54,14 +56,22 @@ def build(
     tier_of: Mapping[int, str] | None = None,
 ) -> Plan:
     terms = tuple(t for t in terms if t.size > 1) or terms[:1]
-    mesh = MeshPlan(tuple(Axis(t.name, t.size, tier) for t, tier in zip(terms, _tiers(terms, tier_of or {}))))
-    sizes = {t.name: t.size for t in terms}
+    names = [_AXIS.get(t.name, t.name) for t in terms]
+    mesh = MeshPlan(tuple(Axis(n, t.size, tier) for n, t, tier in zip(names, terms, _tiers(terms, tier_of or {}))))
+    sizes = mesh.shape
+    model = _model_rules(program, terms)
+    logical = program.logical if model else None
+    invars = _jax.open_jaxpr(program.jaxpr).invars
     leaves = {}
     for i, a in enumerate(program.arguments):
         if a.role not in ("parameter", "optimizer", "constant"):
             continue
-        stacked = _is_stacked(program, i if a.follows is None else a.follows)
+        like = i if a.follows is None else a.follows
+        stacked = _is_stacked(program, like)
         spec: Spec = ((),) * len(a.shape)
+        if logical is not None:
+            majors = [logical.major(invars[like], d) for d in range(len(a.shape))]
+            spec = tuple(_model_axes(model, m, a.shape[d], sizes) for d, m in enumerate(majors))
         if "fsdp" in sizes:
             spec = split(a.shape, spec, "fsdp", sizes, stacked)
         if "zero1" in sizes and a.role == "optimizer":
@@ -73,10 +83,56 @@ def build(
     return Plan(
         mesh=mesh,
         name=name,
-        rules=Rules(activations={"batch": tuple(t.name for t in terms if t.name in _DATA and t.size > 1)}),
+        rules=_rules(program, terms, names, model),
         leaves=leaves,
         gather={"*": next(iter(gather.values()))} if gather else {},
     )
+
+
+def _model_rules(program: Program, terms: Sequence[Term]) -> dict[int, str]:
+    """{logical axis: mesh axis} of tensor and expert parallelism. Raises PlanError where a preset cannot apply."""
+    rules: dict[int, str] = {}
+    for t in terms:
+        if t.name == "ep" and t.size > 1:
+            rules |= dict.fromkeys(_experts(program, t.size), "ep")
+        elif t.name in ("tp", "tp_sp") and t.size > 1:
+            rules |= {axis: "tp" for axis in tensor_axes(program, t.size).axes if axis not in rules}
+    return rules
+
+
+def _experts(program: Program, ways: int) -> list[int]:
+    experts = sorted(expert_axes(program))
+    sizes = program.logical.axes
+    fitting = [a for a in experts if sizes[a].size % ways == 0]
+    if not fitting:
+        why = (
+            "the step has no experts: no matmul selects a weight by an axis"
+            if not experts
+            else f"{', '.join(str(sizes[a].size) for a in experts)} experts do not divide into {ways} equal parts"
+        )
+        raise PlanError(f"expert parallelism (ep={ways}) cannot apply: {why}")
+    return fitting
+
+
+def _model_axes(model: Mapping[int, str], major: int | None, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    axis = model.get(major) if major is not None else None
+    return (axis,) if axis is not None and size % sizes[axis] == 0 else ()
+
+
+def _rules(program: Program, terms: Sequence[Term], names: Sequence[str], model: Mapping[int, str]) -> Rules:
+    """Activation rules in the order in which they claim mesh axes: experts and tensor axes, the batch, the sequence."""
+    data = tuple(n for n, t in zip(names, terms) if t.name in _DATA and t.size > 1)
+    if not model:
+        return Rules(activations={"batch": data})
+    logical = program.logical
+    named = {logical.names[axis]: (mesh,) for axis, mesh in sorted(model.items())}
+    activations = {**named, "batch": data}
+    if any(t.name == "tp_sp" for t in terms):
+        inputs = [a for a in sorted(batch_input_axes(program)) if logical.names[a] != "batch"]
+        if not inputs:
+            raise PlanError("tp_sp needs a sequence: the batch's arguments have no second axis", hint="use tp")
+        activations |= {logical.names[a]: ("tp",) for a in inputs}
+    return Rules(params=named, optimizer=named, grads=named, activations=activations)
 
 
 def split(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int], stacked: bool) -> Spec:
@@ -133,6 +189,10 @@ def _tiers(terms: Sequence[Term], tier_of: Mapping[int, str]) -> list[str]:
     return tiers[::-1]
 
 
+# From this many devices on, tensor parallelism is worth pricing unasked (below, it only makes planning longer).
+TENSOR_FROM = 16
+
+
 def enumerate_presets(devices: int, tier_sizes: Sequence[int]) -> list[str]:
     """The preset strings worth pricing for a cluster whose tiers hold `tier_sizes` devices (innermost first)."""
     texts = ["dp", "zero1", "fsdp:again", "fsdp:once"] if devices > 1 else ["dp"]
@@ -140,4 +200,7 @@ def enumerate_presets(devices: int, tier_sizes: Sequence[int]) -> list[str]:
         if 1 < size < devices and devices % size == 0:
             texts += [f"dp={devices // size},fsdp:again={size}", f"dp={devices // size},fsdp:once={size}"]
             texts += [f"zero1={devices // size},fsdp:again={size}", f"dp={devices // size},zero1={size}"]
+    inner = tier_sizes[0] if tier_sizes else devices
+    if devices >= TENSOR_FROM and 1 < inner <= devices and devices % inner == 0:
+        texts += [f"fsdp:again={devices // inner},{name}={inner}" for name in ("tp", "tp_sp")]
     return texts

@@ -1,7 +1,7 @@
 """The pricing formulas over many measured rows at once, each with constants of its own: what the fit evaluates.
 
-The geometry of a row (hops, wire time per byte at the links' rate) does not depend on the constants, so it is computed once;
-an evaluation is then a dozen array operations over all rows.
+The geometry of a row (hops, wire time per byte at the links' rate) does not depend on the constants, so it is computed
+once; an evaluation is then a dozen array operations over all rows.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, Terms, line, shift
+from lensjax._errors import ClusterError
+from lensjax.topology.cluster import Cluster
+from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, OPS, Terms, line, shift
 from lensjax.topology.collectives_profile import NCCL_PROTOCOLS, PLAIN, family_of, outer_family_of
 from lensjax.topology.collectives_span import span
 from lensjax.topology.collectives_table import Row, place
@@ -22,8 +25,9 @@ _OPTIONS = ("ring", "tree", "multicast", "direct", "pipeline")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
-    """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row states its size.
-    `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without protocols (TPU). `wired`: how the links join the devices is known.
+    """Rows as arrays. `terms`: algorithm -> (Terms over all rows, bool [rows] where it applies). `sized`: the row
+    states its size. `packs`: the row was taken through an interface that packs lists of shards. `plain`: rows without
+    protocols (TPU). `wired`: how the links join the devices is known.
     """
 
     system: tuple[str, ...]
@@ -63,8 +67,7 @@ class Design:
 
     @property
     def impossible(self) -> np.ndarray:
-        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else.
-        """
+        """bool [rows]: faster than the links at line rate, so the row's bandwidth means something else."""
         bound = np.full(len(self.sizes), np.inf)
         for terms, applies in self.terms.values():
             bound = np.where(applies, np.minimum(bound, np.maximum(terms.inner, terms.outer) * self.sizes), bound)
@@ -80,24 +83,28 @@ class Design:
         fractions = (np.minimum(v.thin, middle), middle, 1.0)
         best = np.full(len(self.sizes), np.inf)
         for terms, applies in self.terms.values():
-            protocols = list(zip(NCCL_PROTOCOLS, fractions))[2 if terms.kind == "multicast" else 0 :]
-            for protocol, fraction in protocols:
-                best = self._cheaper(best, terms, applies & ~self.plain, v, dataclasses.replace(protocol, fraction=fraction))  # type: ignore[arg-type]
+            fitted = [dataclasses.replace(p, fraction=f) for p, f in zip(NCCL_PROTOCOLS, fractions)]
+            for protocol in fitted[2:] if terms.kind == "multicast" else fitted:
+                best = self._cheaper(best, terms, applies & ~self.plain, v, protocol)
             best = self._cheaper(best, terms, applies & self.plain, v, PLAIN[0])
         packing = v.shard_launch + v.shard_peer * self.devices + self.sizes / v.shard_copy
         return best + np.where(self.packs, packing, 0.0)
 
-    def _cheaper(self, best, terms, applies, v, protocol):  # noqa: ANN001
-        alpha, beta = line(terms, v, protocol)
+    def _cheaper(
+        self, best: np.ndarray, terms: Terms, applies: np.ndarray, constants: Any, protocol: Any
+    ) -> np.ndarray:
+        alpha, beta = line(terms, constants, protocol)
         return np.where(applies, np.minimum(best, alpha + beta * self.sizes), best)
 
 
-def design(rows: Sequence[Row], rate_size: float) -> Design:
+def design(rows: Sequence[Row]) -> Design:
     """The geometry of all rows. Raises ClusterError for a row whose machine or collective is not known."""
-    cases = {r.series + (r.notes if "strided" in r.notes or "node" in r.notes else "",): None for r in rows}
-    cases = {key: _case(next(r for r in rows if _key(r) == key)) for key in cases}
+    cases = {}
+    for row in rows:
+        if _key(row) not in cases:
+            cases[_key(row)] = _case(row)
     each = [cases[_key(r)] for r in rows]
-    sizes = np.array([r.bytes if r.bytes is not None else rate_size for r in rows], float)
+    sizes = np.array([r.priced_bytes for r in rows], float)
     measured = np.array([r.seconds or (s / r.rate if r.rate else np.nan) for r, s in zip(rows, sizes)])
     clusters = [c for c, _ in each]
     terms = {name: _stack([options.get(name) for _, options in each]) for name in _OPTIONS}
@@ -117,12 +124,14 @@ def design(rows: Sequence[Row], rate_size: float) -> Design:
     )
 
 
-def _key(row: Row) -> tuple:
+def _key(row: Row) -> tuple[Any, ...]:
     return (*row.series, row.notes if "strided" in row.notes or "node" in row.notes else "")
 
 
-def _case(row: Row):  # noqa: ANN202
+def _case(row: Row) -> tuple[Cluster, dict[str, Terms]]:
     cluster, groups = place(row)
+    if row.op not in OPS:
+        raise ClusterError(f"line {row.line}: no collective {row.op!r}", hint=f"one of {', '.join(OPS)}")
     if row.op == "permute":
         return cluster, {"direct": shift(cluster, groups)}
     aware, lies = outer_family_of(cluster) == "efa", span(cluster, groups)
@@ -134,7 +143,9 @@ def _stack(found: list[Terms | None]) -> tuple[Terms, np.ndarray]:
     """One Terms over all rows (a row's slowest way of lying), and where there is one."""
     applies = np.array([t is not None for t in found])
     first = next((t for t in found if t is not None), None)
-    names = ("wait_inner", "once", "wait_outer", "inner", "outer", "peers")
-    values = {n: np.array([0.0 if t is None else getattr(t, n).max() for t in found]) for n in names}
-    kind = first.kind if first else "ring"
-    return Terms(**values, wire=np.zeros((len(found), 0)), kind=kind), applies
+    values = [
+        np.array([0.0 if t is None else getattr(t, name).max() for t in found])
+        for name in ("wait_inner", "once", "wait_outer", "inner", "outer")
+    ]
+    peers = np.array([0.0 if t is None else t.peers.max() for t in found])
+    return Terms(*values, wire=np.zeros((len(found), 0)), peers=peers, kind=first.kind if first else "ring"), applies

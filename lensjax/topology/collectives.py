@@ -4,9 +4,9 @@ One convention for bytes everywhere, that of nccl-tests: `nbytes` is the full pa
 all_reduce: the array that each device holds; all_gather: the gathered array; reduce_scatter: the array before it is
 scattered; all_to_all: what each device holds before (and after); permute: what each device sends; broadcast: the array.
 
-`groups` (int [groups, members]) are device ids and run at the same time; the price is that of the slowest group. Bytes may
-be an array: the groups are analysed once and a million sizes are priced in about a second. For many calls on the same groups
-keep `span(cluster, groups)` and pass it in their place.
+`groups` (int [groups, members]) are device ids and run at the same time; the price is that of the slowest group. Bytes
+may be an array: the groups are analysed once and a million sizes are priced in about a second. For many calls on the
+same groups keep `span(cluster, groups)` and pass it in their place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import numpy as np
 
 from lensjax._errors import ClusterError
 from lensjax.topology.cluster import Cluster
-from lensjax.topology.collectives_formulas import ALGORITHMS, MENU, OPS, Terms, line, protocols_of, shift
+from lensjax.topology.collectives_formulas import (
+    ALGORITHMS,
+    CHUNKS,
+    MENU,
+    OPS,
+    Terms,
+    hierarchical,
+    line,
+    protocols_of,
+    shift,
+)
 from lensjax.topology.collectives_profile import Profile, profile_of
 from lensjax.topology.collectives_span import Span, as_groups, hop_rates, span
 
@@ -30,9 +40,9 @@ def collective_time(
     """Seconds that a collective takes.
 
     `op`: one of OPS. `groups`: int [groups, members] of device ids, or a Span (not for permute, whose order matters).
-    `nbytes`: a number or an array of payload bytes (see the module). `algorithm`: "auto" is the library's own choice among
-    MENU[op]; or one of ALGORITHMS, where "hierarchical" is one call per tier. `profile`: the library, default the one fitted
-    for this kind of machine. Returns float, or a float array like `nbytes`. A group of one costs nothing.
+    `nbytes`: a number or an array of payload bytes (see the module). `algorithm`: "auto" is the library's own choice
+    among MENU[op]; or one of ALGORITHMS, where "hierarchical" is one call per tier. `profile`: the library, default the
+    one fitted for this kind of machine. Returns float, or a float array like `nbytes`. A group of one costs nothing.
     Formulas: collectives_formulas. Raises ClusterError for unknown names, ids or a negative size.
     """
     sizes, profile = _sizes(nbytes), profile or profile_of(cluster)
@@ -65,13 +75,13 @@ def wire_bytes(cluster: Cluster, op: str, groups: Any, nbytes: float, *, algorit
     """Bytes that a device sends on each tier, ring factor included: {tier name: bytes}, the maximum over groups.
 
     On an outer tier it is what leaves a unit over the group's members in it: the library gives each NIC its part of the
-    rings. Only tiers that the group uses are named. `algorithm`: "ring" (what a flat call moves), "hierarchical" or "tree";
-    all_to_all, permute and broadcast have one way each. Proportional to `nbytes`, so bytes of calls add up.
+    rings. Only tiers that the group uses are named. `algorithm`: "ring" (what a flat call moves), "hierarchical" or
+    "tree"; all_to_all, permute and broadcast have one way each. Proportional to `nbytes`, so bytes of calls add up.
     """
     size = float(_sizes(nbytes))
     if _known(op) == "permute":
         uses, _ = hop_rates(cluster, groups)
-        return {t.name: size for t, used in zip(cluster.tiers, uses.any(axis=0)) if used}
+        return {t.name: size for t, used in zip(cluster.tiers, uses.T) if used.any()}
     lies = groups if isinstance(groups, Span) else span(cluster, groups)
     name = algorithm if algorithm in (*MENU[op], "hierarchical") else MENU[op][0]
     terms = ALGORITHMS[name](cluster, op, lies, profile_of(cluster).aware_trees)
@@ -106,7 +116,12 @@ def _options(cluster: Cluster, op: str, groups: Any, algorithm: str, profile: Pr
     if op == "permute":
         return [("direct", shift(cluster, groups))]
     lies = groups if isinstance(groups, Span) else span(cluster, groups)
-    found = [(name, ALGORITHMS[name](cluster, op, lies, profile.aware_trees)) for name in names]
+    found = [
+        (name, ALGORITHMS[name](cluster, op, lies, profile.aware_trees)) for name in names if name != "hierarchical"
+    ]
+    if "hierarchical" in names:
+        ways = ((m, trees) for m in CHUNKS for trees in (False, True))
+        found += [("hierarchical", hierarchical(cluster, op, lies, profile.aware_trees, *way)) for way in ways]
     options = [(name, terms) for name, terms in found if terms is not None]
     if not options:
         raise ClusterError(f"{algorithm} does not apply to {op} here on {cluster.name}", hint="use algorithm='auto'")

@@ -1,7 +1,8 @@
 """What a part of an innermost tier gets of its links, where the links are not a switch.
 
-On a switch any subset of devices has each member's full bandwidth. On a mesh, a torus or NVLink's hybrid cube a subset has
-only the links among its own members: two MI300X share one of seven links, five V100 of a DGX-1 cannot close a ring at all.
+On a switch any subset of devices has each member's full bandwidth. On a mesh, a torus or NVLink's hybrid cube a subset
+has only the links among its own members: two MI300X share one of seven links, five V100 of a DGX-1 cannot close a ring
+at all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from scipy.optimize import linprog
 
 from lensjax.topology.cluster import Cluster, Tier
 
-# Links between the 8 V100 of a DGX-1 or p3.16xlarge (a hybrid cube mesh, 6 links a GPU).
-# Source: NVIDIA DGX-1 with Tesla V100 system architecture whitepaper, NVLink topology; as `nvidia-smi topo -m` prints it (NV1, NV2).
+# Links between the 8 V100 of a DGX-1 or p3.16xlarge (a hybrid cube mesh, 6 links a GPU). Source: NVIDIA DGX-1 with
+# Tesla V100 system architecture whitepaper, NVLink topology; as `nvidia-smi topo -m` prints it (NV1, NV2).
 CUBE_MESH = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 1, (2, 6): 2, (3, 7): 2,
     (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
@@ -26,8 +27,9 @@ CUBE_MESH = {
 def share_of_links(cluster: Cluster, inside: np.ndarray, torus: np.ndarray) -> np.ndarray:
     """Fraction of a device's innermost bandwidth that its links to the other members make up.
 
-    `inside`: int [k] members in one innermost unit; `torus`: int [k, dims] from `torus_extents`. Returns float [k] in (0, 1].
-    By the number of members alone (the first of the unit, as a job gets them), so that renaming devices changes nothing.
+    `inside`: int [k] members in one innermost unit; `torus`: int [k, dims] from `torus_extents`. Returns float [k] in
+    (0, 1]. By the number of members alone (the first of the unit, as a job gets them), so that renaming devices changes
+    nothing.
     """
     tier = cluster.tiers[0]
     inside = np.clip(np.asarray(inside), 2, max(tier.size, 2))
@@ -61,8 +63,8 @@ def torus_extents(tier: Tier, slots: np.ndarray) -> np.ndarray:
 def ring_share(members: int) -> float:
     """Rings that the links among GPUs 0..members-1 of a hybrid cube mesh can carry, over the 6 links of one GPU.
 
-    The library packs edge-disjoint rings (NCCL, graph search); where no ring closes, data is forwarded through a neighbour and
-    the smallest cut bounds it (ForestColl, arXiv 2402.06787: throughput of a fabric = its tightest cut).
+    The library packs edge-disjoint rings (NCCL, graph search); where no ring closes, data is forwarded through a
+    neighbour and the smallest cut bounds it (ForestColl, arXiv 2402.06787: throughput of a fabric = its tightest cut).
     """
     capacity = {}
     for (a, b), links in CUBE_MESH.items():

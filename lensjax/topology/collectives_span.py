@@ -1,9 +1,9 @@
 """How the groups of a collective lie on the tiers: how many units of each tier they touch, and what leaves each unit.
 
-A *unit* of tier t is one of its groups of devices (a node, a rack); below tier 0 a unit is one device. What a collective
-costs depends on two things per tier: how many units the group touches (latency: hops) and the bytes/s at which the group's
-data can leave one unit (bandwidth). The second is where concurrent groups meet: the k strided groups that have one member in
-each node split that node's NICs, while one group that holds the whole node has them all.
+A *unit* of tier t is one of its groups of devices (a node, a rack); below tier 0 a unit is one device. What a
+collective costs depends on two things per tier: how many units the group touches (latency: hops) and the bytes/s at
+which the group's data can leave one unit (bandwidth). The second is where concurrent groups meet: the k strided groups
+that have one member in each node split that node's NICs, while one group that holds the whole node has them all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Span:
     """Groups reduced to the distinct ways in which they lie (`k` of them; 1 for a regular mesh axis).
 
     `units`: int [k, tiers + 1]; column 0 is the number of members, column t + 1 the number of tier-t units touched.
-    `egress`: float [k, tiers]; bytes/s at which one group leaves one tier-(t-1) unit through tier t (infinite where it does
-    not). `torus`: int [k, dims] members along each dimension of a torus on the innermost tier (dims = 0 without one).
+    `egress`: float [k, tiers]; bytes/s at which one group leaves one tier-(t-1) unit through tier t (infinite where it
+    does not). `torus`: int [k, dims] members along each dimension of a torus on the innermost tier (dims = 0 without
+    one).
     """
 
     units: np.ndarray
@@ -110,8 +111,9 @@ def _egress(cluster: Cluster, tier: int, ids: np.ndarray, units: np.ndarray) -> 
 def hop_rates(cluster: Cluster, groups: Any) -> tuple[np.ndarray, np.ndarray]:
     """A shift along each group (member i to i + 1, the last to the first), for permute.
 
-    Returns (uses: bool [flows, tiers], rate: float [flows, tiers]): which tiers' links each flow uses, and the bytes/s it gets
-    there when all flows run at once: flows out of one unit split that unit's capacity, and none exceeds its NIC.
+    Returns (uses: bool [flows, tiers], rate: float [flows, tiers]): which tiers' links each flow uses, and the bytes/s
+    it gets there when all flows run at once: flows out of one unit split that unit's capacity, and none exceeds its
+    NIC.
     """
     ids = as_groups(cluster, groups)
     source, target = ids.ravel(), np.roll(ids, -1, axis=1).ravel()
@@ -125,7 +127,9 @@ def hop_rates(cluster: Cluster, groups: Any) -> tuple[np.ndarray, np.ndarray]:
         crossing = uses[:, t] = unit_of[source] != unit_of[target]
         out = np.maximum(np.bincount(unit_of[source][crossing], minlength=len(capacity)), 1)
         into = np.maximum(np.bincount(unit_of[target][crossing], minlength=len(capacity)), 1)
-        fair = np.minimum(capacity[unit_of[source]] / out[unit_of[source]], capacity[unit_of[target]] / into[unit_of[target]])
+        fair = np.minimum(
+            capacity[unit_of[source]] / out[unit_of[source]], capacity[unit_of[target]] / into[unit_of[target]]
+        )
         rate[:, t] = np.minimum(fair, np.minimum(bandwidth[source], bandwidth[target]) * link.nic_sharing)
         below = link.size
     inner = cluster.slots // cluster.tiers[0].size

@@ -1,7 +1,8 @@
-"""From measured collectives to a cluster: each tier's bandwidth and latency, by the very formulas that price collectives.
+"""From measured collectives to a cluster: each tier's bandwidth and latency, by the very formulas that price
+collectives.
 
-Tiers are fitted from the inside out on log(predicted / measured) with a soft-L1 loss: a few hiccups of the machine move nothing.
-What one device reaches alone, over what it gets when all send, is how many devices share its NIC.
+Tiers are fitted from the inside out on log(predicted / measured) with a soft-L1 loss: a few hiccups of the machine move
+nothing. What one device reaches alone, over what it gets when all send, is how many devices share its NIC.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lensjax.topology.cluster import Cluster, Device, Tier
 from lensjax.topology.collectives import collective_time
 from lensjax.topology.probe import Level, Point
 
-
-# The fit goes by what libraries do at full rate; all-to-all and permute are judged by it (gloo's permute is slower, for one).
+# The fit goes by what libraries do at full rate; all-to-all and permute are judged by it (gloo's permute is slower, for
+# one).
 _FITTED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -39,12 +40,16 @@ class TierFit:
 def fit_cluster(
     device: Device, found: Sequence[Level], points: Sequence[Point], name: str = "probed"
 ) -> tuple[Cluster, list[TierFit]]:
-    """The cluster that explains the points best, and how well it does on each tier. Raises ClusterError for too few points."""
+    """The cluster that explains the points best, and how well it does on each tier. Raises ClusterError for too few
+    points.
+    """
     tiers: list[Tier] = []
     for level in found:
         mine = [p for p in points if p.tier == level.name and not p.alone and p.op in _FITTED]
         if len(mine) < 3:
-            raise ClusterError(f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes")
+            raise ClusterError(
+                f"tier {level.name!r}: {len(mine)} measurements are too few for a fit", hint="probe more sizes"
+            )
         tier = _fit_tier(device, tiers, level, mine)
         alone = [p for p in points if p.tier == level.name and p.alone]
         tiers.append(dataclasses.replace(tier, nic_sharing=_sharing(mine, alone, tiers[-1].size if tiers else 1)))
@@ -83,7 +88,9 @@ def _fit_tier(device: Device, inner: list[Tier], level: Level, points: list[Poin
 def _sharing(together: list[Point], alone: list[Point], below: int) -> int:
     """Devices on one NIC: the ratio of the large-message rates alone and together, at most the devices of a unit."""
     shared = {(p.op, p.bytes): p.seconds for p in together}
-    ratios = [shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared]
+    ratios = [
+        shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared
+    ]
     return int(np.clip(round(float(np.median(ratios[-3:]))), 1, below)) if ratios else 1
 
 

@@ -17,7 +17,10 @@ _HEIGHT, _MARKS = 12, "o+x*#"
 
 def _series(points: Sequence[Point], op: str) -> dict[str, list[Point]]:
     names = dict.fromkeys(p.tier for p in points)
-    return {n: sorted((p for p in points if p.tier == n and p.op == op and not p.alone), key=lambda p: p.bytes) for n in names}
+    return {
+        n: sorted((p for p in points if p.tier == n and p.op == op and not p.alone), key=lambda p: p.bytes)
+        for n in names
+    }
 
 
 def _rate(point: Point, seconds: float) -> float:

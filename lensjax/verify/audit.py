@@ -36,6 +36,7 @@ class Audit:
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
+    mesh: Mapping[str, int]
 
 
 def audit(
@@ -54,6 +55,15 @@ def audit(
     line = timeline(module, found, cluster.device, priced.price()) if cluster is not None and priced else None
     case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
     notes = artifact.notes + ((f"batch not followed: {facts.reason}",) if facts is not None and facts.reason else ())
+    most = peak(artifact, module, names=_names(facts))
     return Audit(
-        artifact, module, found, flow, peak(artifact, module), line, findings(case), found.unknown, notes
+        artifact, module, found, flow, most, line, findings(case), found.unknown, notes, dict(mesh)
     )  # fmt: skip
+
+
+def _names(facts: Facts | None) -> dict[int, str]:
+    """Parameter number of the compiled module -> the user's name of the argument."""
+    if facts is None or facts.program is None:
+        return {}
+    arguments = facts.program.arguments
+    return {i: arguments[leaf].path for i, leaf in enumerate(facts.kept) if leaf < len(arguments)}

@@ -7,7 +7,7 @@ differ are the batch; Shardy says which mesh axes split every dimension of every
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -80,22 +80,34 @@ def facts(step: Any, args: tuple[Any, ...], platform: str = "cuda") -> Facts:
 
     Raises PartitionError where Shardy does not take the step.
     """
-    traced = step.trace(*args)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    lowered = step.trace(*args).lower(lowering_platforms=(platform,))
+    try:
+        program = _program(step, args)
+    except LensjaxError as e:
+        return lowered_facts(lowered, None, {}, None, e.message)
+    axes = leaf_axes(program)
+    return lowered_facts(lowered, program, axes, lambda: _at_twice(step, args, axes, platform))
+
+
+def lowered_facts(
+    lowered: Any,
+    program: Program | None,
+    axes: Mapping[int, int],
+    twice: Callable[[], Partitioned] | None,
+    reason: str = "",
+) -> Facts:
+    """Facts of a lowered step. `axes`: flattened argument -> batch dimension; `twice`: the same step, partitioned, with
+    twice the batch."""
     parts = partition(lowered)
     kept = _jax.lowered_arguments(lowered)
     donated = frozenset(i for i, a in enumerate(jax.tree.leaves(lowered.args_info)) if getattr(a, "donated", False))
-    try:
-        program = _program(step, args)
-        axes = _leaf_axes(program)
-        other = _at_twice(step, args, axes, platform)
-        batch, reason = _differing(parts, other)
-    except LensjaxError as e:
-        program, axes, batch, reason = None, {}, {}, e.message
-    except Exception as e:  # user code that does not take another batch size, in whatever way
-        batch, reason = {}, f"the step does not trace at twice the batch: {type(e).__name__}: {str(e)[:200]}"
-    data = _data_axes(parts, kept, axes)
-    return Facts(parts, program, kept, batch, data, donated, reason)
+    batch: dict[int, tuple[int, ...]] = {}
+    if twice is not None:
+        try:
+            batch, reason = _differing(parts, twice())
+        except Exception as e:  # user code that does not take another batch size, in whatever way
+            reason = f"the step does not trace at twice the batch: {type(e).__name__}: {str(e)[:200]}"
+    return Facts(parts, program, kept, batch, _data_axes(parts, kept, axes), donated, reason)
 
 
 def _program(step: Any, args: tuple[Any, ...]) -> Program:
@@ -109,52 +121,77 @@ def _program(step: Any, args: tuple[Any, ...]) -> Program:
         return analyze(step, args, batch_argnums=range(1, len(args)))
 
 
-def _leaf_axes(program: Program) -> dict[int, int]:
+def leaf_axes(program: Program) -> dict[int, int]:
     """Flattened argument -> batch dimension (the program counts arrays only)."""
     dynamic = [i for i, d in enumerate(program.call.dynamic) if d]
     return {dynamic[i]: axis for i, axis in program.batch.axes.items()}
 
 
 def _at_twice(step: Any, args: tuple[Any, ...], axes: Mapping[int, int], platform: str) -> Partitioned:
+    twice = step.trace(*doubled(args, axes))
+    return partition(twice.lower(lowering_platforms=(platform,)))
+
+
+def doubled(args: tuple[Any, ...], axes: Mapping[int, int]) -> tuple[Any, ...]:
+    """The arguments with twice the batch, as shapes with their shardings."""
     leaves, tree = jax.tree.flatten(args)
     for i, axis in axes.items():
         shape = list(leaves[i].shape)
         shape[axis] *= 2
         sharding = getattr(leaves[i], "sharding", None)
         leaves[i] = jax.ShapeDtypeStruct(tuple(shape), leaves[i].dtype, sharding=sharding)
-    twice = step.trace(*jax.tree.unflatten(tree, leaves))
-    return partition(twice.lower(lowering_platforms=(platform,)))
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _differing(one: Partitioned, two: Partitioned) -> tuple[dict[int, tuple[int, ...]], str]:
-    """(dimensions in which each value differs, "") of two programs of the same structure; ({}, why not) else."""
+    """(dimensions in which each value differs between two sizes of one step, why that is not known of all of them).
+
+    Operations are paired by what they are and where they come from, in order: lowering may hoist a constant elsewhere,
+    or write a broadcast that adds nothing as a reshape.
+    """
     found: dict[int, tuple[int, ...]] = {}
-    try:
-        _compare(one.body, two.body, one, two, found)
-    except _Mismatch as e:
-        return {}, f"twice the batch gives another program: {e}"
+    paired, total = _compare(one.body, two.body, one, two, found)
+    if paired < 0.5 * total:
+        return {}, f"twice the batch gives another program: {total - paired} of {total} operations have no counterpart"
     return found, ""
 
 
-class _Mismatch(Exception):
-    pass
+def _compare(
+    a: Body, b: Body, one: Partitioned, two: Partitioned, found: dict[int, tuple[int, ...]]
+) -> tuple[int, int]:
+    """Records differing dimensions; returns (operations paired, operations in all)."""
+    _differ(zip(a.arguments, b.arguments), one, two, found)
+    there: dict[tuple, list[Node]] = {}
+    for node in b.nodes:
+        there.setdefault(_key(node, two), []).append(node)
+    here: dict[tuple, list[Node]] = {}
+    for node in a.nodes:
+        here.setdefault(_key(node, one), []).append(node)
+    paired = total = 0
+    for key, nodes in here.items():
+        others = there.get(key, [])
+        total += len(nodes)
+        if len(others) != len(nodes):
+            continue
+        paired += len(nodes)
+        for x, y in zip(nodes, others):
+            _differ([*zip(x.inputs, y.inputs), *zip(x.outputs, y.outputs)], one, two, found)
+            for inner, other in zip(x.bodies, y.bodies):
+                some, all_ = _compare(inner, other, one, two, found)
+                paired, total = paired + some, total + all_
+    return paired, total
 
 
-def _compare(a: Body, b: Body, one: Partitioned, two: Partitioned, found: dict[int, tuple[int, ...]]) -> None:
-    if len(a.nodes) != len(b.nodes):
-        raise _Mismatch(f"{len(a.nodes)} operations became {len(b.nodes)}")
-    pairs = list(zip(a.arguments, b.arguments))
-    for x, y in zip(a.nodes, b.nodes):
-        if x.name != y.name:
-            raise _Mismatch(f"{x.name} became {y.name} ({x.source})")
-        pairs += [*zip(x.inputs, y.inputs), *zip(x.outputs, y.outputs)]
-        for inner, other in zip(x.bodies, y.bodies):
-            _compare(inner, other, one, two, found)
+def _key(node: Node, parts: Partitioned) -> tuple:
+    ranks = tuple(len(parts.values[v].shape) for v in (*node.inputs, *node.outputs))
+    name = "reshape" if node.name in ("stablehlo.reshape", "stablehlo.broadcast_in_dim") else node.name
+    return name, node.op_name, node.source, ranks
+
+
+def _differ(pairs: Any, one: Partitioned, two: Partitioned, found: dict[int, tuple[int, ...]]) -> None:
     for i, j in pairs:
         s, t = one.values[i].shape, two.values[j].shape
-        if len(s) != len(t):
-            raise _Mismatch(f"a value of rank {len(s)} became one of rank {len(t)}")
-        if dims := tuple(d for d in range(len(s)) if s[d] != t[d]):
+        if len(s) == len(t) and (dims := tuple(d for d in range(len(s)) if s[d] != t[d])):
             found[i] = dims
 
 

@@ -53,13 +53,16 @@ class _Value:
     kind: str
 
 
-def peak(artifact: Artifact, module: Module, count: int = 10) -> Peak:
-    """The peak of an artifact and its `count` largest buffers; none where the backend does not say which there are."""
+def peak(artifact: Artifact, module: Module, count: int = 10, names: Mapping[int, str] | None = None) -> Peak:
+    """The peak of an artifact and its `count` largest buffers; none where the backend does not say which there are.
+
+    `names`: parameter number -> the user's name of an argument, where JAX's own is only a number.
+    """
     values = tuple(_values(artifact.assignment))
     ranges, order = _ranges(artifact.liveness)
     now = _densest([v for v in values if v.kind == "temporary"], ranges, len(order))
     alive = [v for v in values if v.kind != "temporary" or _lives(v, ranges, now)]
-    buffers = [_named(v, module) for v in _distinct(alive)]
+    buffers = [_named(v, module, names or {}) for v in _distinct(alive)]
     buffers.sort(key=lambda b: (-b.bytes, b.name))
     at = order[now] if now < len(order) else ""
     return Peak(artifact.memory.peak, artifact.memory.host, tuple(buffers[:count]), at)
@@ -134,12 +137,14 @@ def _distinct(values: Iterable[_Value]) -> list[_Value]:
     return list(found.values())
 
 
-def _named(value: _Value, module: Module) -> Buffer:
+def _named(value: _Value, module: Module, names: Mapping[int, str]) -> Buffer:
     name = re.sub(r"\{[\d,]*\}$", "", value.name)
     instruction = _find(module, name)
     if instruction is None:
         return Buffer(value.name, value.bytes, value.kind, value.shape, "", "")
     what, stack = origin(module, module.computations[instruction.computation], instruction)
+    if instruction.opcode == "parameter" and instruction.computation == module.entry_name:
+        what = names.get(int(instruction.literal), what) if instruction.literal.strip().isdigit() else what
     return Buffer(value.name, value.bytes, value.kind, value.shape.split("{")[0], what, where(stack))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lensjax.verify.audit import Audit
 from lensjax.verify.finding import Finding, size
+
+if TYPE_CHECKING:
+    from lensjax.verify.proof import Proof
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -39,14 +42,16 @@ def memory_table(made: Audit) -> Any:
 
     if not made.peak.buffers:
         return "the compiler does not say which buffers are alive at the peak"
-    table = Table("at the peak", "bytes", "shape", "from", "line", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, width in (("at the peak", 11), ("bytes", 11), ("shape", 14), ("from", 10), ("line", 14)):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width)
     alike: dict[tuple, int] = {}
     for b in made.peak.buffers:
         key = (b.kind, b.bytes, b.shape, b.what, b.line)
         alike[key] = alike.get(key, 0) + 1
     for (kind, each, shape, what, line), count in alike.items():
         many = f"{count} x " if count > 1 else ""
-        table.add_row(kind, many + size(each), shape, _tail(what, 30), _tail(line, 40))
+        table.add_row(kind, many + size(each), shape, _tail(what, 28), _short(line))
     return table
 
 
@@ -68,5 +73,35 @@ def _plain(text: str) -> str:
     return escape(text)
 
 
+def _short(line: str) -> str:
+    """ "decoder.py:100 in Attention" from a whole path."""
+    return line.rpartition("/")[2]
+
+
 def _tail(text: str, length: int) -> str:
     return text if len(text) <= length else "…" + text[-length + 1 :]
+
+
+def comparison(proof: Proof) -> tuple[Any, ...]:
+    """Planned against compiled: memory, bytes by tier, by kind of collective, and the two estimates of time."""
+    from rich.table import Table
+
+    table = Table("", "planned", "compiled", "difference", box=None, padding=(0, 2, 0, 0))
+    made = proof.audit
+    table.add_row("peak memory", *_pair(proof.predicted.peak_bytes, made.peak.bytes, size))
+    for tier, (planned, compiled) in proof.tiers.items():
+        table.add_row(f"sent on {tier}", *_pair(planned, compiled, size))
+    for row in proof.traffic:
+        label = f"  {row.kind} along {'+'.join(row.axes) or 'no axis'}"
+        table.add_row(label, *_pair(row.planned, row.compiled, size))
+    if made.timeline is not None:
+        table.add_row(
+            "step, estimated", *_pair(proof.predicted.step_s, made.timeline.step, lambda s: f"{s * 1e3:.2f} ms")
+        )
+    return (table,)
+
+
+def _pair(planned: float, compiled: float, show: Any) -> tuple[str, str, str]:
+    if not planned:
+        return "none", show(compiled), "new" if compiled else ""
+    return show(planned), show(compiled), f"{(compiled - planned) / planned:+.1%}"

@@ -68,15 +68,19 @@ def test_a_file_of_ones_own(capsys, tmp_path):
     "argv, code, message",
     [
         (["plan", "llama3-tiny", "--cluster", "cpu:8"], "usage", "needs --batch and --seq"),
-        (["plan", "nothing", "--cluster", "cpu:8", "--batch", "8", "--seq", "8"], "usage", "no built-in target 'nothing'"),
+        (["plan", "none", "--cluster", "cpu:8", "--batch", "8", "--seq", "8"], "usage", "no built-in target 'none'"),
         (["plan", "none.py:f", "--cluster", "cpu:8"], "usage", "there is no file none.py"),
         (["plan", "none.py:f", "--cluster", "cpu:8", "--seq", "8"], "usage", "are for built-in models"),
         (["plan", "llama3-tiny"], "usage", "--cluster"),
-        (["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "-1", "--seq", "8"], "usage", "not a whole number"),
+        (["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "0", "--seq", "8"], "usage", "not a whole number"),
         ([*TINY, "--memory", "1000"], "does_not_fit", "nothing fits 1000 B per device"),
         ([*TINY, "--plan", "zero9"], "plan", "is not a preset"),
         (["plan", "llama3-tiny", "--cluster", "moon:8", "--batch", "8", "--seq", "8"], "cluster", "moon"),
-        (["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "12", "--seq", "8", "--plan", "dp"], "batch", "8 or 16"),
+        (
+            ["plan", "llama3-tiny", "--cluster", "cpu:8", "--batch", "12", "--seq", "8", "--plan", "dp"],
+            "batch",
+            "8 or 16",
+        ),
     ],
 )
 def test_errors_are_json_with_status_2(capsys, argv, code, message):

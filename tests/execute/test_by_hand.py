@@ -1,5 +1,5 @@
-"""The decorated step is the hand-written one: with calls inlined and common subexpressions merged, its operations are those
-of `jax.jit` with the same shardings, plus sharding constraints (which compile to nothing)."""
+"""The decorated step is the hand-written one: with calls inlined and common subexpressions merged, its operations are
+those of `jax.jit` with the same shardings, plus sharding constraints (which compile to nothing)."""
 
 import collections
 

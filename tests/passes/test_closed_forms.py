@@ -91,3 +91,32 @@ def test_the_partitioner_expects_the_closed_form(text):
 @needs_gpu_compiler
 def test_the_target_cluster_is_two_nodes_of_four():
     assert len(target_devices(CLUSTER)) == 8
+
+
+@needs_gpu_compiler
+def test_tensor_parallelism_compiled_for_h100_sends_the_closed_form():
+    """Two all-reduces a layer in each direction (Shoeybi et al. 2019, figure 4), one each for the vocabulary's lookup
+    and its gradient's input, and the gradients of each part over the other axis."""
+    step, state, batch = target("llama3-tiny", 16, 64, remat="none", **DECODER)
+    p = analyze(step, (state, batch))
+    plan = preset("tp=4", p, 8)
+    found = compiled_traffic(plan, p, "cuda")
+    activation = 16 / 2 * 64 * DECODER["width"] * 4
+    gradients = (
+        2 * 1 / 2 * sum(p.arguments[i].nbytes / (4 if p.arguments[i].path in plan.leaves else 1) for i in p.parameters)
+    )
+    expected = (4 * DECODER["layers"] + 2) * 2 * 3 / 4 * activation + gradients
+    assert found["all-reduce"] == pytest.approx(expected, rel=0.02)
+    assert sum(found.values()) == pytest.approx(expected, rel=0.02)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("gather", ["once", "again"])
+def test_weights_travel_in_the_type_they_are_computed_in(gather):
+    """float32 parameters, bfloat16 arithmetic: matrices are gathered, and their gradients reduced, in two bytes."""
+    step, state, batch = target("llama3-tiny", 16, 64, **{**DECODER, "dtype": jnp.bfloat16})
+    p = analyze(step, (state, batch))
+    plan = preset(f"fsdp:{gather}", p, 8)
+    assert sum(compiled_traffic(plan, p, "cuda").values()) == pytest.approx(
+        fsdp_bytes(p, plan, gather, 8) / 2, rel=0.02
+    )

@@ -29,13 +29,17 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def slow_link(rate: str, tag: str) -> Iterator[list[str]]:
-    """Namespaces `tag`0 and `tag`1 with `rate` (tc notation) each way between them; yields their names, removes them after."""
+    """Namespaces `tag`0 and `tag`1 with `rate` (tc notation) each way between them; yields their names, removes them
+    after.
+    """
     names = [f"{tag}0", f"{tag}1"]
-    run = lambda *command: subprocess.run(command, check=True, capture_output=True)  # noqa: E731
+    run = lambda *command: subprocess.run(command, check=True, capture_output=True)
     try:
         for i, name in enumerate(names):
             run("ip", "netns", "add", name)
-            hosts = Path("/etc/netns") / name / "hosts"  # `ip netns exec` shows it as /etc/hosts: each resolves its own name
+            hosts = (
+                Path("/etc/netns") / name / "hosts"
+            )  # `ip netns exec` shows it as /etc/hosts: each resolves its own name
             hosts.parent.mkdir(parents=True, exist_ok=True)
             hosts.write_text(f"127.0.0.1 localhost\n{ADDRESS}.{i + 1} {name}\n")
         run("ip", "link", "add", f"{tag}a", "type", "veth", "peer", "name", f"{tag}b")
@@ -57,4 +61,6 @@ def start(name: str, command: list[str], environment: dict[str, str]) -> subproc
     """Starts a Python command in a namespace, on a host that is called like it."""
     inside = ["sh", "-c", 'hostname "$0" && exec "$@"', name, sys.executable, *command]
     full = ["ip", "netns", "exec", name, "unshare", "--uts", *inside]
-    return subprocess.Popen(full, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        full, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

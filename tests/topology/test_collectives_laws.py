@@ -11,7 +11,16 @@ from lensjax.topology.collectives import OPS, collective_time, span, wire_bytes
 from lensjax.topology.collectives_profile import profile_of
 
 LAW = settings(max_examples=40, deadline=None)
-SPECS = ("dgx-h100:4", "p4de:4", "gb200-nvl72:2", "dgx1-v100:2", "mi300x:2", "hbm2e-nvswitch:8", "tpu-v5e:8x8", "cpu:2x4")
+SPECS = (
+    "dgx-h100:4",
+    "p4de:4",
+    "gb200-nvl72:2",
+    "dgx1-v100:2",
+    "mi300x:2",
+    "hbm2e-nvswitch:8",
+    "tpu-v5e:8x8",
+    "cpu:2x4",
+)
 BYTES = st.floats(1.0, 1e11)
 
 
@@ -42,7 +51,9 @@ def test_a_slower_tier_never_costs_less(case, op, size, data):
     t = data.draw(st.integers(0, len(cluster.tiers) - 1))
     by = data.draw(st.floats(1.0, 10.0))
     tier = cluster.tiers[t]
-    slower = dataclasses.replace(tier, bandwidth=tier.bandwidth / by, latency=tier.latency * data.draw(st.floats(1.0, 10.0)))
+    slower = dataclasses.replace(
+        tier, bandwidth=tier.bandwidth / by, latency=tier.latency * data.draw(st.floats(1.0, 10.0))
+    )
     slow = dataclasses.replace(cluster, tiers=(*cluster.tiers[:t], slower, *cluster.tiers[t + 1 :]))
     assert collective_time(slow, op, groups, size) >= collective_time(cluster, op, groups, size) * (1 - 1e-12)
 
@@ -79,7 +90,9 @@ def test_renaming_devices_does_not_matter(case, op, size, random):
 
 
 @LAW
-@given(st.sampled_from([s for s in SPECS if not s.startswith("tpu")]), st.sampled_from(OPS), BYTES, st.randoms(), st.data())
+@given(
+    st.sampled_from([s for s in SPECS if not s.startswith("tpu")]), st.sampled_from(OPS), BYTES, st.randoms(), st.data()
+)
 def test_swapping_whole_units_does_not_matter(spec, op, size, random, data):
     """Nodes are alike: a group may sit in any of them, on any of their devices."""
     cluster = Cluster.parse(spec)
@@ -90,7 +103,9 @@ def test_swapping_whole_units_does_not_matter(spec, op, size, random, data):
     nodes = np.array(random.sample(range(units), units)) if len(cluster.tiers) == 2 else np.arange(units)
     inside = np.array([random.sample(range(node), node) for _ in range(units)])
     moved = nodes[group // node] * node + inside[group // node, group % node]
-    assert np.isclose(collective_time(cluster, op, [moved], size), collective_time(cluster, op, [group], size), rtol=1e-9)
+    assert np.isclose(
+        collective_time(cluster, op, [moved], size), collective_time(cluster, op, [group], size), rtol=1e-9
+    )
 
 
 @LAW
@@ -98,7 +113,9 @@ def test_swapping_whole_units_does_not_matter(spec, op, size, random, data):
 def test_an_all_reduce_is_at_most_a_reduce_scatter_and_an_all_gather(case, size, algorithm):
     cluster, groups = case
     whole = collective_time(cluster, "all_reduce", groups, size, algorithm=algorithm)
-    halves = [collective_time(cluster, op, groups, size, algorithm=algorithm) for op in ("reduce_scatter", "all_gather")]
+    halves = [
+        collective_time(cluster, op, groups, size, algorithm=algorithm) for op in ("reduce_scatter", "all_gather")
+    ]
     assert whole <= sum(halves) * (1 + 1e-9)
 
 
@@ -124,7 +141,9 @@ def test_a_ring_all_reduce_is_exactly_its_two_halves(case, size):
 @given(cases(), BYTES)
 def test_a_reduce_scatter_is_at_most_an_all_reduce(case, size):
     cluster, groups = case
-    assert collective_time(cluster, "reduce_scatter", groups, size) <= collective_time(cluster, "all_reduce", groups, size)
+    assert collective_time(cluster, "reduce_scatter", groups, size) <= collective_time(
+        cluster, "all_reduce", groups, size
+    )
 
 
 @LAW

@@ -2,8 +2,9 @@
 
 import json
 
-import netns
 import pytest
+
+from tests.topology import netns
 
 pytestmark = pytest.mark.slow
 
@@ -33,4 +34,6 @@ def test_probe_finds_two_tiers_and_the_rate_of_the_slow_link(rate, bytes_per_sec
     assert outer["nic_sharing"] == 4  # four devices of a host share the one link
     assert inner["bandwidth"] > 4 * outer["bandwidth"]
     assert outer["bandwidth"] * 4 == pytest.approx(bytes_per_second, rel=0.15)
-    assert json.loads((tmp_path / "found.json").read_text())["tiers"][1]["bandwidth"] == pytest.approx(outer["bandwidth"])
+    assert json.loads((tmp_path / "found.json").read_text())["tiers"][1]["bandwidth"] == pytest.approx(
+        outer["bandwidth"]
+    )

@@ -52,5 +52,12 @@ def make(with_grads=False):
 
 
 FAMILY = Family(
-    "graph_segment_sum", make, "adamw", "64 nodes and 192 edges: two batch-like sizes; gathers across nodes"
+    "graph_segment_sum",
+    make,
+    "adamw",
+    "64 nodes and 192 edges: two batch-like sizes; gathers across nodes",
+    options={
+        "batch_argnums": 1,
+        "batch_axes": ({"nodes": 0, "label": 0, "senders": None, "receivers": None},),
+    },
 )

@@ -11,6 +11,7 @@ from lensjax.verify.facts import Facts, size_of
 from lensjax.verify.finding import SMALL, Case, Finding, size
 
 MATMULS = ("stablehlo.dot_general", "stablehlo.convolution")
+_LOST = 0.05  # part of the arithmetic that runs on activations too large; routers and losses are below
 _REPEATED = 0.08  # part of the arithmetic repeated along an axis that is worth a word; small projections are below
 
 
@@ -26,7 +27,7 @@ def batch_lost(case: Case) -> Iterator[Finding]:
     total = sum(cost for _, cost in work) or 1.0
     lost = [(n, cost, axes) for n, cost in work if (axes := _missing(facts, n))]
     wasted = sum(cost for _, cost, _ in lost)
-    if wasted < SMALL * total:
+    if wasted < _LOST * total:
         return
     axes = sorted(set().union(*(a for _, _, a in lost)))
     extra = _extra_memory(facts, axes)

@@ -125,7 +125,8 @@ def gather_hoisted(case: Case) -> Iterator[Finding]:
         loops = [i for i in computation.instructions if i.opcode == "while" and (i.trip_count or 0) > 1]
         if not loops:
             continue
-        trips = {n for loop in loops for n in ((loop.trip_count or 0), (loop.trip_count or 0) + 1)}
+        # A body may run several layers (scan's `unroll`): the stack is then a small multiple of the loop's runs.
+        trips = {(loop.trip_count or 0) * layers for loop in loops for layers in range(1, 9)}
         for c in case.found.collectives:
             if c.kind != "all-gather" or c.computation != computation.name:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from lensjax.verify.finding import Case, Finding, size
 from lensjax.verify.work import arithmetic
 
 _NEAR = 0.92  # of the device's memory: the allocator's own overhead and fragmentation take the rest
-_RUN_AGAIN = 0.75  # of what checkpoints ask for; XLA drops a little of it rightly, where nothing reads it
+_MERGED = 0.2  # of what checkpoints ask for that may be missing: XLA rightly drops what nothing reads
 RECOMPUTED = "rematted_computation"  # JAX's name for what jax.checkpoint runs again
 
 
@@ -34,48 +35,48 @@ def near_full(case: Case) -> Iterator[Finding]:
 def remat_undone(case: Case) -> Iterator[Finding]:
     """`jax.checkpoint` asks for matmuls to be run again, and the compiled step does not run them.
 
-    Common-subexpression elimination merges the second run with the first where nothing forbids it.
+    Common-subexpression elimination merges the second run with the first where nothing forbids it. The compiled matmuls
+    are then fewer than the program's; names alone do not tell, since XLA merges matmuls and keeps one name.
     """
     if case.facts is None or case.facts.program is None or case.artifact.backend == "cpu":
         return  # XLA:CPU undoes all of them, which says nothing about a GPU
-    wanted, line = recomputed_flops(case.facts.program.jaxpr)
-    if not wanted:
+    everything, again, line = matmul_flops(case.facts.program.jaxpr)
+    if not again:
         return
-    devices = 1
-    for n in case.mesh.values():
-        devices *= n
-    done = 0.0
+    done = named = 0.0
     for computation in case.module.computations.values():
         times = case.found.runs.times[computation.name]
         for instruction in computation.instructions if times else ():
-            if instruction.opcode != "fusion" and RECOMPUTED in instruction.op_name:
-                done += times * arithmetic(case.module, computation, instruction).flops
-    if done * devices < _RUN_AGAIN * wanted:
+            if instruction.opcode != "fusion":
+                flops = times * arithmetic(case.module, computation, instruction).flops
+                done += flops
+                named += flops if RECOMPUTED in instruction.op_name else 0.0
+    devices = max(case.module.devices, 1)
+    missing = everything / devices - done
+    if missing > _MERGED * again / devices and named < again / devices:
         yield Finding(
             "remat_undone", "warning", line, 0.0,
-            f"jax.checkpoint asks for {wanted / devices:.3g} FLOP to be run again on each device, the compiled step "
-            f"runs {done:.3g}: the compiler merged the second run with the first, and the activations stay in memory",
+            f"jax.checkpoint asks for {again / devices:.3g} FLOP to be run again on each device, {missing:.3g} of them "
+            "are not in the compiled step: the compiler merged them with the first run and keeps the activations",
             "use prevent_cse=True (the default) outside of scan, or scan over the layers",
         )  # fmt: skip
 
 
-def recomputed_flops(jaxpr: Any) -> tuple[float, str]:
-    """(FLOP of the matmuls that checkpoints run again in a step, the line of the first), over all devices."""
-    total, line = 0.0, ""
-    inner = _jax.open_jaxpr(jaxpr)
-    for eqn in inner.eqns:
+def matmul_flops(jaxpr: Any) -> tuple[float, float, str]:
+    """(FLOP of a step's matmuls, of those that checkpoints run again, the line of the first such), over all devices."""
+    total, again, line = 0.0, 0.0, ""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for body in bodies(eqn):
-            flops, at = recomputed_flops(body)
-            total, line = total + times * flops, line or at
-        if eqn.primitive.name == "dot_general" and RECOMPUTED in str(eqn.source_info.name_stack):
+            inner, recomputed, at = matmul_flops(body)
+            total, again, line = total + times * inner, again + times * recomputed, line or at
+        if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            flops = 2.0 * eqn.outvars[0].aval.size
-            for d in contracted:
-                flops *= shape[d]
-            total, line = total + flops, line or _jax.user_line(eqn)
-    return total, line
+            flops = 2.0 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            total += flops
+            if RECOMPUTED in str(eqn.source_info.name_stack):
+                again, line = again + flops, line or _jax.user_line(eqn)
+    return total, again, line
 
 
 def involuntary(case: Case) -> Iterator[Finding]:

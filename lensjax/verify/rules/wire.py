@@ -250,13 +250,17 @@ def _slices(module: Module, fusion: Instruction, operand: Instruction, members: 
         return False
     numbers = {str(i) for i, o in enumerate(fusion.operands) if o == operand.name}
     todo = [p for p in inside.instructions if p.opcode == "parameter" and p.literal.strip() in numbers]
-    found = bool(todo)
+    found = False
     while todo:
         at = todo.pop()
+        if at.root:
+            return False  # the fusion returns it whole
         for user in inside.users.get(at.name, ()):
             if user.opcode in ("bitcast", "reshape", "convert"):
                 todo.append(user)
-            elif user.opcode != "dynamic-slice" or user.bytes * members > at.bytes * 1.01:
+            elif user.opcode == "dynamic-slice" and user.bytes * members <= at.bytes * 1.01:
+                found = True
+            else:
                 return False
     return found
 

@@ -1,0 +1,170 @@
+"""Tensor and expert parallelism from logical axes: which dimensions to split so that matmuls pair up as column and row.
+
+Splitting a logical axis costs an all-reduce wherever a matmul contracts it, and nothing where it only runs along. A
+weight between two axes can be split along one of them. So the axes to split are those that cover the most weight for
+the least contracted output, no two of them in one weight: in a dense decoder the hidden axis of the MLP, the heads and
+the vocabulary, never the residual stream. That is the column/row pairing of Megatron-LM (Shoeybi et al. 2019, section
+3), found rather than named.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import networkx
+
+from lensjax import _jax
+from lensjax._errors import PlanError
+from lensjax.program.edit import bodies, is_var, shape_of
+from lensjax.program.program import Program
+from lensjax.program.roles import itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitAxes:
+    """`axes`: logical axes to split; `reasons`: why the others that touch weights are not."""
+
+    axes: tuple[int, ...]
+    reasons: dict[int, str]
+
+
+def weight_axes(program: Program) -> dict[int, set[int]]:
+    """{logical axis: matrices that it splits} (as the major part of a dimension), layer indices left out."""
+    logical, found = program.logical, collections.defaultdict(set)
+    stacked = {i for layer in program.layers for i in layer.parameters}
+    for i, v in _parameters(program):
+        dims = range(1 if i in stacked else 0, len(program.arguments[i].shape))
+        for d in dims if len(dims) > 1 else ():
+            axis = logical.major(v, d)
+            if axis is not None:
+                found[axis].add(i)
+    return dict(found)
+
+
+def _parameters(program: Program) -> Iterator[tuple[int, Any]]:
+    invars = _jax.open_jaxpr(program.jaxpr).invars
+    return ((i, invars[i]) for i in program.parameters)
+
+
+def batch_input_axes(program: Program) -> set[int]:
+    """Logical axes of the batch arguments: the batch itself, sequence, image height, ..."""
+    invars = _jax.open_jaxpr(program.jaxpr).invars
+    members = [invars[i] for i, a in enumerate(program.arguments) if a.role == "batch"]
+    return {axis for v in members for dimension in program.logical.dims[v] for axis in dimension}
+
+
+def expert_axes(program: Program) -> set[int]:
+    """Logical axes that select a weight rather than run through it: batch dimensions of a matmul between activations
+    and weights, groups of a ragged matmul. Where there are experts, their axis is one of these."""
+    logical, found = program.logical, set()
+    weights = weight_axes(program)
+    inputs = batch_input_axes(program)
+    for eqn, _ in _equations(_jax.open_jaxpr(program.jaxpr), 1):
+        if eqn.primitive.name == "dot_general":
+            _, (left, right) = eqn.params["dimension_numbers"]
+            sides = [(eqn.invars[0], left), (eqn.invars[1], right)]
+            if any(is_var(v) and v in program.compute and v not in program.batch.dims for v, _ in sides):
+                found |= {logical.major(v, d) for v, dims in sides for d in dims if is_var(v)}
+        elif eqn.primitive.name in ("ragged_dot", "ragged_dot_general") and is_var(eqn.invars[1]):
+            found.add(logical.major(eqn.invars[1], 0))
+    return {a for a in found if a is not None and a in weights and a not in inputs}
+
+
+def contraction_bytes(program: Program) -> dict[int, float]:
+    """{logical axis: bytes of the matmul and lookup results with a batch dimension that sum over it}, loops
+    multiplied."""
+    logical, cost = program.logical, collections.defaultdict(float)
+    for eqn, trips in _equations(_jax.open_jaxpr(program.jaxpr), 1):
+        out = eqn.outvars[0] if eqn.outvars else None
+        if out is None or out not in program.batch.dims:
+            continue
+        size = trips * itemsize(out.aval.dtype)
+        for n in shape_of(out):
+            size *= n
+        for axis in _contracted(eqn, logical):
+            cost[axis] += size
+    return dict(cost)
+
+
+def _contracted(eqn: Any, logical: Any) -> set[int]:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (left, _), _ = eqn.params["dimension_numbers"]
+        pairs = [(eqn.invars[0], d) for d in left]
+    elif name == "conv_general_dilated":
+        pairs = [(eqn.invars[0], eqn.params["dimension_numbers"].lhs_spec[1])]
+    elif name == "gather":
+        pairs = [(eqn.invars[0], d) for d in eqn.params["dimension_numbers"].collapsed_slice_dims]
+    else:
+        return set()
+    return {a for v, d in pairs if is_var(v) and (a := logical.major(v, d)) is not None}
+
+
+def _equations(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
+    for eqn in jaxpr.eqns:
+        yield eqn, trips
+        inner = trips * eqn.params["length"] if eqn.primitive.name == "scan" else trips
+        for body in bodies(eqn):
+            yield from _equations(_jax.open_jaxpr(body), inner)
+
+
+def tensor_axes(program: Program, ways: int) -> SplitAxes:
+    """The logical axes that tensor parallelism splits in `ways` parts. Raises PlanError, with the reasons, where none
+    is."""
+    weights, inputs, cost = weight_axes(program), batch_input_axes(program), contraction_bytes(program)
+    experts = expert_axes(program)
+    reasons: dict[int, str] = {}
+    gain: dict[int, tuple[float, float]] = {}
+    for axis, members in weights.items():
+        size = program.logical.axes[axis].size
+        if axis in inputs:
+            reasons[axis] = "it is an axis of the batch's arguments"
+        elif axis in experts:
+            reasons[axis] = "it selects a weight (experts, groups): see the preset ep"
+        elif size % ways:
+            reasons[axis] = f"its size {size} does not divide into {ways} equal parts"
+        else:
+            gain[axis] = (sum(program.arguments[i].nbytes for i in members), -cost.get(axis, 0.0))
+    clashes = {a: frozenset(o for o in gain if o != a and weights[o] & weights[a]) for a in gain}
+    chosen = _best_independent(gain, clashes)
+    for axis in set(gain) - chosen:
+        clash = next(iter(sorted(clashes[axis] & chosen)), None)
+        with_ = program.logical.names[clash] if clash is not None else "nothing"
+        reasons[axis] = f"a weight has it together with {with_!r}, which is better split"
+    if not chosen:
+        listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items()) or "no matrix has an axis"
+        raise PlanError(f"no logical axis of the weights can be split in {ways}: {listed}")
+    return SplitAxes(tuple(sorted(chosen)), reasons)
+
+
+def _best_independent(gain: Mapping[int, tuple[float, float]], clashes: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """The set without clashes that covers the most weight, and of these the one that contracts least. Exact: components
+    are solved apart and remembered, and a component is halved at the axis with the most clashes (the residual stream),
+    after which one layer no longer knows of the next."""
+
+    @functools.cache
+    def best(vertices: frozenset[int]) -> tuple[float, float, frozenset[int]]:
+        if not vertices:
+            return 0.0, 0.0, frozenset()
+        parts = _components(vertices, clashes)
+        if len(parts) > 1:
+            found = [best(p) for p in parts]
+            return sum(f[0] for f in found), sum(f[1] for f in found), frozenset().union(*(f[2] for f in found))
+        v = max(sorted(vertices), key=lambda a: len(clashes[a] & vertices))
+        without = best(vertices - {v})
+        rest = best(vertices - {v} - clashes[v])
+        taken = (rest[0] + gain[v][0], rest[1] + gain[v][1], rest[2] | {v})
+        return max(taken, without, key=lambda x: (x[0], x[1], sorted(x[2])))
+
+    return best(frozenset(gain))[2]
+
+
+def _components(vertices: frozenset[int], clashes: Mapping[int, frozenset[int]]) -> list[frozenset[int]]:
+    graph = networkx.Graph()
+    graph.add_nodes_from(sorted(vertices))
+    graph.add_edges_from((a, b) for a in vertices for b in clashes[a] & vertices)
+    return [frozenset(c) for c in networkx.connected_components(graph)]

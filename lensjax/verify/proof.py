@@ -1,0 +1,181 @@
+"""What was planned against what was compiled: a plan's proof.
+
+The planner's figures are taken first (they are part of the plan, or are worked out before the compile). Then the same
+program with the same shardings goes through the target's own compiler, and every figure stands beside its planned one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lensjax._errors import LensjaxError, PartitionError
+from lensjax.partition import Collective as Planned
+from lensjax.partition import partition
+from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.plan.plan import Plan, Predicted
+from lensjax.program.program import Program
+from lensjax.search.price import price
+from lensjax.verify.aot import compile_for
+from lensjax.verify.audit import Audit, audit
+from lensjax.verify.facts import Facts, doubled, leaf_axes, lowered_facts
+from lensjax.verify.finding import SMALL, Finding, size
+from lensjax.verify.lines import where
+from lensjax.verify.place import target_of
+from lensjax.verify.traffic import mesh_axes, step_bytes
+
+if TYPE_CHECKING:
+    from lensjax.topology.cluster import Cluster
+
+SURPRISE = 0.02  # part of all traffic by which a kind of collective may differ from the plan's without a word
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Bytes that a device sends per step in one kind of collective along some mesh axes."""
+
+    kind: str
+    axes: tuple[str, ...]
+    planned: float
+    compiled: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Proof:
+    """A plan, compiled. `traffic`: planned and compiled bytes by kind and mesh axes; `findings`: the audit's, and every
+    difference from the plan that is worth a word."""
+
+    plan: Plan
+    predicted: Predicted
+    audit: Audit
+    traffic: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def backend(self) -> str:
+        return self.audit.artifact.backend
+
+    @property
+    def tiers(self) -> Mapping[str, tuple[float, float]]:
+        """Tier -> (planned bytes, compiled bytes)."""
+        names = dict.fromkeys([*self.predicted.tiers, *self.audit.traffic.tiers])
+        return {n: (self.predicted.tiers.get(n, 0.0), self.audit.traffic.tiers.get(n, 0.0)) for n in names}
+
+    @property
+    def holds(self) -> bool:
+        """No warning and no error."""
+        return all(f.severity == "note" for f in self.findings)
+
+
+def prove(
+    program: Program,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    backend: str | None = None,
+    again: Callable[[], Program] | None = None,
+    time_limit: float = 600.0,
+) -> Proof:
+    """Compiles a program under a plan for a cluster and compares. Needs no device.
+
+    `again`: makes the same program with twice the batch; without it the batch is not followed through the step.
+    Raises PlanError where the plan does not apply, CompileError as `compile_for`.
+    """
+    predicted = plan.predicted or price(program, plan, cluster).predicted
+    assert predicted is not None
+    platform = _platform(cluster, backend)
+    lowered = lower(emit(program, plan, abstract_mesh(plan)), platform)
+    artifact = compile_for(
+        lowered, cluster, backend=platform, order=plan.mesh.order, flags=plan.flags or None, time_limit=time_limit
+    )
+    known = _facts(lowered, program, plan, platform, again)
+    made = audit(artifact, mesh=plan.mesh.shape, cluster=cluster, order=plan.mesh.order, facts=known)
+    rows = compare(known.parts.collectives if known else (), made, plan.mesh.shape)
+    return Proof(plan, predicted, made, rows, (*made.findings, *differences(predicted, made, rows)))
+
+
+def _platform(cluster: Cluster, backend: str | None) -> str:
+    """Where to compile: the cluster's own compiler where it is installed, else the CPU's."""
+    from lensjax.verify.devices import missing
+
+    if backend is not None:
+        return backend
+    try:
+        own = target_of(cluster.device).platform
+    except LensjaxError:
+        return "cpu"
+    return "cpu" if missing(own) else own
+
+
+def _facts(
+    lowered: Any, program: Program, plan: Plan, platform: str, again: Callable[[], Program] | None
+) -> Facts | None:
+    def twice():
+        other = again() if again else None
+        assert other is not None
+        return partition(lower(emit(other, plan, abstract_mesh(plan)), platform))
+
+    try:
+        return lowered_facts(lowered, program, leaf_axes(program), twice if again else None)
+    except PartitionError:
+        return None
+
+
+def twice_the_batch(program: Program, step: Any, args: tuple[Any, ...]) -> Callable[[], Program]:
+    """For `prove`: the program of `step(*args)` with twice the batch."""
+    from lensjax.program.program import analyze
+
+    return lambda: analyze(step, doubled(args, leaf_axes(program)))
+
+
+def compare(planned: tuple[Planned, ...], made: Audit, mesh: Mapping[str, int]) -> tuple[Row, ...]:
+    """Planned and compiled bytes by kind of collective and mesh axes, most first."""
+    total: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for c in planned:
+        along = tuple(a for a in mesh if a in {x.partition(":")[0] for x in c.axes})
+        total.setdefault((c.op.replace("_", "-"), along), [0.0, 0.0])[0] += c.trips * ring_bytes(c)
+    for c in made.found.collectives:
+        key = (c.kind, mesh_axes(c.groups, mesh))
+        total.setdefault(key, [0.0, 0.0])[1] += step_bytes(c)
+    rows = [Row(kind, axes, p, c) for (kind, axes), (p, c) in total.items() if p or c]
+    return tuple(sorted(rows, key=lambda r: -max(r.planned, r.compiled)))
+
+
+def ring_bytes(c: Planned) -> float:
+    """Bytes that a device sends in a planned collective, ring algorithm; its `bytes` are the full buffer."""
+    if c.op == "collective_permute":
+        return c.bytes
+    return c.bytes * (c.group - 1) / c.group * (2 if c.op == "all_reduce" else 1)
+
+
+def differences(predicted: Predicted, made: Audit, rows: tuple[Row, ...]) -> tuple[Finding, ...]:
+    """What the compiled step does and the plan does not, as findings."""
+    found = []
+    total = max(sum(r.planned for r in rows), sum(r.compiled for r in rows), 1.0)
+    for row in rows:
+        extra = row.compiled - row.planned
+        if extra > SURPRISE * total and extra > SMALL * row.compiled:
+            found.append(_unplanned(row, extra, made))
+    room = predicted.peak_bytes
+    if made.artifact.backend != "cpu" and made.peak.bytes > 1.15 * room:
+        found.append(Finding(
+            "more_memory", "warning", "", made.peak.bytes - room,
+            f"the compiled step needs {size(made.peak.bytes)} on each device, the plan says {size(room)}",
+            "see the largest buffers; the plan may still fit",
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _unplanned(row: Row, extra: float, made: Audit) -> Finding:
+    mine = [
+        c for c in made.found.collectives
+        if c.kind == row.kind and mesh_axes(c.groups, made.mesh) == row.axes
+    ]  # fmt: skip
+    worst = max(mine, key=step_bytes)
+    return Finding(
+        "unplanned_traffic", "warning", where(worst.stack), extra,
+        f"{row.kind} along {'+'.join(row.axes) or 'no axis'}: {size(row.compiled)} per step on each device, the plan "
+        f"says {size(row.planned)}",
+        "the compiler moves more than the plan accounts for: price the plan with this difference in mind",
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Column and row are found from logical axes: what tensor parallelism splits, in programs that name nothing."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lensjax import PlanError
+from lensjax.models.targets import target
+from lensjax.program.program import analyze
+from lensjax.search.presets import preset
+from lensjax.search.tensor import expert_axes, tensor_axes
+from tests.zoo import FAMILIES
+
+
+def decoder(**changes):
+    step, state, batch = target("llama3-tiny", 16, 32, **changes)
+    return analyze(step, (state, batch))
+
+
+def family(name):
+    made = FAMILIES[name].make()
+    state, batch = jax.eval_shape(made.init, jax.random.key(0)), jax.eval_shape(made.batch, jax.random.key(1))
+    return analyze(made.step, (state, batch))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_decoder_is_split_as_megatron_splits_it(scan):
+    """Heads, hidden and vocabulary; never the residual stream, the head's inner dimension or the layer index."""
+    leaves = preset("tp=4", decoder(scan=scan), 8).leaves
+    split = {
+        path.rsplit("/", 3)[-2] + "/" + path.rsplit("/", 3)[-1]: spec
+        for path, spec in leaves.items()
+        if "/params/" in path
+    }
+    stack = ((),) if scan else ()
+    assert split["gate/kernel"] == split["up/kernel"] == (*stack, (), ("tp",))
+    assert split["down/kernel"] == (*stack, ("tp",), ())
+    assert split["query/kernel"] == split["key/kernel"] == split["value/kernel"] == (*stack, (), ("tp",), ())
+    assert split["out/kernel"] == (*stack, ("tp",), (), ())
+    assert split["embed/embedding"] == (("tp",), ())
+    assert split["head/kernel"] == ((), ("tp",))
+    assert not any("norm" in path for path in leaves)
+
+
+def test_an_mlp_alternates_column_and_row():
+    def step(params, x):
+        def loss(p):
+            h = x
+            for i in range(4):
+                h = jnp.tanh(h @ p[f"w{i}"])
+            return h.mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    sizes = [32, 64, 128, 64, 32]
+    params = {f"w{i}": jnp.ones((sizes[i], sizes[i + 1])) for i in range(4)}
+    leaves = preset("tp=4", analyze(step, (params, jnp.ones((16, 32)))), 8).leaves
+    assert leaves["params/w0"] == ((), ("tp",)) and leaves["params/w1"] == (("tp",), ())
+    assert leaves["params/w2"] == ((), ("tp",)) and leaves["params/w3"] == (("tp",), ())
+
+
+def test_experts_are_the_axis_that_selects_a_weight():
+    program = family("moe_dense")
+    axes = expert_axes(program)
+    leaves = preset("ep=4", program, 8).leaves
+    assert any(("ep",) in spec for spec in leaves.values())
+    assert axes and not axes & set(tensor_axes(program, 2).axes)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("ep=4", "no matmul selects a weight by an axis"),
+        ("tp=7,dp=1", "multiple of 7"),
+    ],
+)
+def test_what_cannot_apply_says_why(text, message):
+    with pytest.raises(PlanError, match=message):
+        preset(text, family("mlp"), 8)
+
+
+def test_no_axis_that_divides_lists_the_reasons():
+    def step(p, x):
+        return p - jax.grad(lambda p: (x @ p).mean())(p)
+
+    with pytest.raises(
+        PlanError, match=r"no logical axis of the weights can be split in 4: .*its size 6 does not divide"
+    ):
+        preset("tp=4", analyze(step, (jnp.ones((5, 6)), jnp.ones((16, 5)))), 8)
