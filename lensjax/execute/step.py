@@ -351,4 +351,3 @@ def abstract_batch(batch: Any) -> Any:
 
 def abstract_leaf(leaf: Any) -> Any:
     return abstract(leaf) if is_dynamic(leaf) else leaf
-

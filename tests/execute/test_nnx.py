@@ -92,7 +92,7 @@ def test_the_model_inside_its_optimizer_is_one_state():
     def beside(model, optimizer, x):
         return inside(optimizer, x)
 
-    (model, optimizer), (plain, other) = create(make=nnx.ModelAndOptimizer), create(make=nnx.ModelAndOptimizer)
+    (model, optimizer), (_, other) = create(make=nnx.ModelAndOptimizer), create(make=nnx.ModelAndOptimizer)
     train = lensjax.parallelize(beside, plan="fsdp")
     train(model, optimizer, data())
     nnx.jit(inside)(other, data())
