@@ -1,6 +1,6 @@
 """What `lensjax verify` takes and finds: scale, planned against compiled, false alarms. Writes docs/verify.md.
 
-    python benchmarks/verify.py scale compare families      (each part goes on where it was stopped; --fresh starts over)
+    python benchmarks/verify.py scale compare families      (each part goes on where it stopped; --fresh starts over)
     python benchmarks/verify.py                             (only writes the page from what was measured)
 
 Nothing here needs a device. The planned figures of a row are written to the results before its compile starts. Run
@@ -192,9 +192,9 @@ def page(data: dict) -> str:
 _HEAD = """# Proof on a machine without accelerators
 
 Made by `python benchmarks/verify.py`. XLA's own compilers for GPUs and TPUs run here for clusters that do not exist
-here; memory is the compiler's buffer assignment, bytes are those of the compiled collectives, both per device. What this
-does not prove: the time of a step (kernels are not tuned without a device; step times are estimates from the compiled
-schedule)."""
+here; memory is the compiler's buffer assignment, bytes are those of the compiled collectives, both per device. What
+this does not prove: the time of a step (kernels are not tuned without a device; step times are estimates from the
+compiled schedule)."""
 
 
 def _scale(rows: dict) -> str:

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import lensjax
 from tests.zoo import FAMILIES
@@ -38,17 +39,31 @@ def difference(metrics, reference) -> Difference:
     return Difference(float(worst / largest), abs(float(metrics["loss"]) - loss) / max(abs(loss), 1e-30))
 
 
+def get(family: str, state):
+    """The values of a state, on the host; keys as they are."""
+    values = nnx.state(state) if FAMILIES[family].form == "modules" else state
+    key = lambda x: jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return [x if key(x) else np.array(x) for x in jax.tree.leaves(values)]
+
+
+def put(family: str, state, values):
+    """The state with these values; modules get them in place."""
+    if FAMILIES[family].form != "modules":
+        return jax.tree.unflatten(jax.tree.structure(state), values)
+    nnx.update(state, jax.tree.unflatten(jax.tree.structure(nnx.state(state)), values))
+    return state
+
+
 @functools.cache
 def reference(family: str, steps: int = 2):
     """[(state before, metrics)] of `steps` steps on one device, and the batch; everything on the host."""
     step, init, batch = FAMILIES[family].make(with_grads=True)
-    run = jax.jit(step)
+    run = FAMILIES[family].jit(step)
     state, data = init(jax.random.key(0)), batch(jax.random.key(1))
     out = []
     for _ in range(steps):
-        before = [np.asarray(x) if not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
-                  for x in jax.tree.leaves(state)]  # fmt: skip
-        state, metrics = run(state, data)
+        before = get(family, state)
+        state, metrics = FAMILIES[family].call(run, state, data)
         out.append((before, jax.device_get(metrics)))
     return out, data
 
@@ -59,11 +74,10 @@ def compare(family: str, plan: str, cluster: str = "cpu:8", steps: int = 2, dtyp
     step = lensjax.parallelize(made.step, plan=plan, cluster=cluster, **FAMILIES[family].options)
     expected, data = reference(family, steps)
     state = step.init(made.init, jax.random.key(0), batch=data)
-    tree = jax.tree.structure(state)
     found = []
     for before, metrics in expected:
-        state = jax.tree.unflatten(tree, before)
-        state, mine = step(state, data)
+        state = put(family, state, before)
+        state, mine = FAMILIES[family].call(step, state, data)
         found.append(difference(mine, metrics))
     assert_close(found, dtype, f"{family} under {plan}")
     return found

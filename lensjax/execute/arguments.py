@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from lensjax._errors import TraceError
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """(the arrays of a tree, a function from these to the tree; other leaves are what they are)."""
+    flat, treedef = jax.tree.flatten(tree)
+    dynamic = [isinstance(x, jax.Array | np.ndarray) for x in flat]
+
+    def rebuild(arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        return jax.tree.unflatten(treedef, [next(given) if d else x for d, x in zip(dynamic, flat)])
+
+    return [x for d, x in zip(dynamic, flat) if d], rebuild
 
 
 def split_init(fn: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import jax
 
 from lensjax._errors import BatchError, LensjaxError, StateError
 from lensjax.program.program import Program
-from lensjax.program.trace import Call, abstract
+from lensjax.program.trace import Call, abstract, same, unfixed
 
 
 def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -49,6 +49,21 @@ def check_state(old: Program, call: Call) -> None:
                 f"the state changed between calls: {path} was {a.dtype}{list(a.shape)} and is {b.dtype}{list(b.shape)}",
                 hint="a step and its plan belong to one set of shapes: decorate the function again for another one",
             )
+
+
+def another(old: Program, new: Program) -> str:
+    """In what a call differs from the one that was compiled: the first thing that makes it another signature."""
+    if old.batch.size != new.batch.size:
+        return f"another signature: the batch is {new.batch.size}"
+    before = dict(zip(old.call.paths, map(abstract, old.call.leaves)))
+    for path, leaf in zip(new.call.paths, map(abstract, new.call.leaves)):
+        if path in before and before[path] != leaf:
+            return f"another signature: {path} is {leaf.dtype}{list(leaf.shape)}{' (weak)' * leaf.weak_type}"
+    statics = dict(old.call.statics)
+    for path, value in new.call.statics:
+        if path not in statics or not same(statics[path], value):
+            return f"another signature: {path} is {unfixed(value)!r}"
+    return "another signature: the arguments have other static attributes"
 
 
 def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence[Any]) -> None:

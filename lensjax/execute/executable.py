@@ -30,14 +30,15 @@ class OtherSignature(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured
-    arrays."""
+    """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
+    `guarded`: arguments that were given up must be found before JAX sees them."""
 
     fn: Callable[..., Any]
     emitted: Emitted
     jitted: Any
     direct: bool
     captured: tuple[jax.Array, ...]
+    guarded: bool
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -82,13 +83,17 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
         if self.direct:
-            if kwargs:
+            if kwargs or (self.guarded and self._given_up(args)):
                 raise OtherSignature
             return self.jitted(*args)
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
-        if leaves is None:
+        if leaves is None or (self.guarded and self._given_up(tuple(leaves))):
             raise OtherSignature
         return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
+
+    def _given_up(self, args: tuple[Any, ...]) -> bool:
+        """Whether an argument was donated to an earlier call."""
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args))
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The call's array leaves, None when the call is not one for this executable."""
@@ -119,7 +124,8 @@ def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donat
     whole = donated_arguments(program, emitted.donated)
     direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
-    return Executable(fn, emitted, jitted, direct, captured)
+    guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
+    return Executable(fn, emitted, jitted, direct, captured, guarded)
 
 
 def _has_kwargs(program: Program) -> bool:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from lensjax import _jax
 from lensjax._errors import PlanError, TraceError
-from lensjax.execute.arguments import split_init
-from lensjax.execute.checks import check_alive, check_local_batch, check_state, explain_failure
+from lensjax.execute.arguments import split_arrays, split_init
+from lensjax.execute.checks import another, check_alive, check_local_batch, check_state, explain_failure
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
@@ -27,7 +27,7 @@ from lensjax.execute.planning import Options, cluster_for, make_plan
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
-from lensjax.program.trace import Fixed, abstract, flatten_call, is_dynamic
+from lensjax.program.trace import abstract, flatten_call, is_dynamic, unfixed
 from lensjax.search.price import Choice
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Step:
         check_state(self._run.emitted.program, call)
         check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
-        note = f"another signature: the batch is {program.batch.size}; the plan {self.plan.name!r} is used again"
+        note = f"{another(self._run.emitted.program, program)}: the plan {self.plan.name!r} is used again"
         self.notices.append(note)
         log.info(note)
         return self._start(self._build(program, self.plan), args, kwargs)
@@ -141,7 +141,7 @@ class Step:
                 seen.add(id(placed))
             out.append(placed)
         args, kwargs = emitted.program.call.rebuild(out)
-        return unfixed(args), {k: unfixed((v,))[0] for k, v in kwargs.items()}
+        return tuple(map(unfixed, args)), {k: unfixed(v) for k, v in kwargs.items()}
 
     # ---- planning -----------------------------------------------------------------------------------------------
 
@@ -172,6 +172,8 @@ class Step:
     def init(self, fn: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)` (which makes the state), with every leaf sharded from the start.
 
+        Arguments of `fn` that are arrays are traced; others (a seed, a config) are what they are.
+
         `batch`: an example of the step's other arguments, or ShapeDtypeStructs of it: a tuple where there are several.
         Returns what `fn` returns.
         """
@@ -182,24 +184,27 @@ class Step:
                 hint=f"state = {name}.init({getattr(fn, '__name__', 'create_state')}, ..., batch=batch)  "
                 "# an example batch, or its ShapeDtypeStructs",
             )
-        made, tree = self._init(fn, args, kwargs, batch)
-        return give_back(jax.tree.unflatten(tree, made(*args)))[0]
+        make, given, tree = self._init(fn, args, kwargs, batch)
+        return give_back(jax.tree.unflatten(tree, make(*given)))[0]
 
-    def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, Any]:
-        """(a jitted function from `args` to the state's leaves, the state's tree, modules taken apart)."""
+    def _init(self, fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> tuple[Any, list[Any], Any]:
+        """(a jitted function that makes the state's leaves, the arrays it takes, the state's tree, modules taken
+        apart)."""
+        given, rebuild = split_arrays((args, kwargs))
 
-        def create(*a: Any) -> Any:
-            made = fn(*a, **kwargs)
+        def create(*given: Any) -> Any:
+            a, k = rebuild(given)
+            made = fn(*a, **k)
             return take(made).tree if holds_modules(fn, made) else made
 
-        state = jax.eval_shape(create, *args)
+        state = jax.eval_shape(create, *given)
         if batch is not None:
             shapes = split_init(self._fn, give_back(state)[0], abstract_batch(batch))
             self._plan(self._analyze(*self._taken(shapes, {})))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
         # equal but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
-        return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), tree
+        return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
@@ -358,7 +363,3 @@ def abstract_batch(batch: Any) -> Any:
 
 def abstract_leaf(leaf: Any) -> Any:
     return abstract(leaf) if is_dynamic(leaf) else leaf
-
-
-def unfixed(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(v.value if isinstance(v, Fixed) else v for v in values)

@@ -98,12 +98,12 @@ def matching_leaves(fn: Callable, like: Call, args: tuple[Any, ...], kwargs: dic
             if not is_dynamic(leaf):
                 return None
             leaves.append(leaf)
-        elif is_dynamic(leaf) or not _same(leaf, next(fixed)):
+        elif is_dynamic(leaf) or not same(leaf, next(fixed)):
             return None
     return leaves
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
     except Exception:  # a comparison that has no answer (arrays inside a static argument) is "another call"
@@ -127,6 +127,10 @@ class Fixed:
     """A static argument: one leaf, whatever it holds."""
 
     value: Any
+
+
+def unfixed(value: Any) -> Any:
+    return value.value if isinstance(value, Fixed) else value
 
 
 def path_name(path: Any, names: list[str]) -> str:
@@ -160,8 +164,8 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
 
     def flat(*leaves):
         args, kwargs = call.rebuild(leaves)
-        args = tuple(a.value if isinstance(a, Fixed) else a for a in args)
-        kwargs = {k: v.value if isinstance(v, Fixed) else v for k, v in kwargs.items()}
+        args = tuple(map(unfixed, args))
+        kwargs = {k: unfixed(v) for k, v in kwargs.items()}
         out = fn(*args, **kwargs)
         with_path, box["tree"] = jax.tree_util.tree_flatten_with_path(out)
         box["paths"] = tuple(jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in with_path)
@@ -180,6 +184,13 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
             f"the step cannot be traced{_at(e, fn)}: {_first_line(e)}",
             hint="a step must compute with arrays only: use jax.lax.cond or jnp.where instead of a Python branch on a "
             "value, and pass Python settings as static arguments",
+        ) from e
+    except Exception as e:
+        if "different trace level" not in str(e):  # Flax's words, in several types of error
+            raise
+        raise TraceError(
+            f"the step updates an NNX module that is not among its arguments{_at(e, fn)}",
+            hint="pass every module, optimizer and stream of keys that the step updates as an argument",
         ) from e
     if ordered := _jax.ordered_effects(closed):
         raise TraceError(

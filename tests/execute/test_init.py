@@ -33,8 +33,8 @@ def nbytes(tree):
 def test_init_compiles_to_a_share_and_at_most_the_largest_leaf():
     step, create, batch = decoder()
     train = lensjax.parallelize(step, plan="fsdp")
-    made, _ = train._init(create, (jax.random.key(0),), {}, batch)
-    memory = made.lower(jax.random.key(0)).compile().memory_analysis()
+    make, given, _ = train._init(create, (jax.random.key(0),), {}, batch)
+    memory = make.lower(*given).compile().memory_analysis()
     leaves = jax.tree.leaves(train.abstract_state)
     share = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     largest = max(np.prod(x.shape) * x.dtype.itemsize for x in leaves)

@@ -2,8 +2,9 @@
 
 import json
 
-import netns
 import pytest
+
+from tests.topology import netns
 
 pytestmark = pytest.mark.slow
 
