@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lensjax._errors import LensjaxError, PartitionError
+from lensjax._errors import LensjaxError, PartitionError, UnsupportedJax
 from lensjax.partition import Collective as Planned
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
@@ -128,8 +128,8 @@ def _facts(
 
     try:
         return lowered_facts(lowered, program, twice if again else None)
-    except PartitionError:
-        return None
+    except (PartitionError, UnsupportedJax):
+        return None  # what the compiled program shows is still audited
 
 
 def twice_the_batch(program: Program, step: Callable[..., Any]) -> Callable[[], Program]:
