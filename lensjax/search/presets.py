@@ -70,8 +70,7 @@ def build(
         stacked = _is_stacked(program, like)
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
-            majors = [logical.major(invars[like], d) for d in range(len(a.shape))]
-            spec = tuple(_model_axes(model, m, a.shape[d], sizes) for d, m in enumerate(majors))
+            spec = _model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
         if "fsdp" in sizes:
             spec = split(a.shape, spec, "fsdp", sizes, stacked)
         if "zero1" in sizes and a.role == "optimizer":
@@ -114,9 +113,18 @@ def _experts(program: Program, ways: int) -> list[int]:
     return fitting
 
 
-def _model_axes(model: Mapping[int, str], major: int | None, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    axis = model.get(major) if major is not None else None
-    return (axis,) if axis is not None and size % sizes[axis] == 0 else ()
+def _model_spec(
+    model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> Spec:
+    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a square
+    weight may have one logical axis twice)."""
+    spec, used = [], set()
+    for major, n in zip(majors, shape):
+        axis = model.get(major) if major is not None else None
+        fits = axis is not None and axis not in used and n % sizes[axis] == 0
+        spec.append((axis,) if axis is not None and fits else ())
+        used.add(axis if fits else None)
+    return tuple(spec)
 
 
 def _rules(program: Program, terms: Sequence[Term], names: Sequence[str], model: Mapping[int, str]) -> Rules:
