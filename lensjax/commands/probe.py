@@ -164,10 +164,10 @@ def _show(cluster: Any, found: Any, points: Any, fits: Any, written: dict[str, A
     table.add_column("tier")
     for name in (
         "devices",
-        "bandwidth per device",
-        "latency per hop",
-        "share a NIC",
-        "fit error median",
+        "rate per device",
+        "latency",
+        "on a NIC",
+        "fit error",
         "90th",
         "points",
     ):

@@ -29,9 +29,18 @@ from lensjax.topology.collectives_formulas import (
     shift,
 )
 from lensjax.topology.collectives_profile import Profile, profile_of
-from lensjax.topology.collectives_span import Span, as_groups, hop_rates, span
+from lensjax.topology.collectives_span import Span, hop_rates, span
 
-__all__ = ["ALGORITHMS", "OPS", "Span", "collective_choice", "collective_time", "span", "wire_bytes"]
+__all__ = [
+    "ALGORITHMS",
+    "OPS",
+    "Span",
+    "collective_choice",
+    "collective_lines",
+    "collective_time",
+    "span",
+    "wire_bytes",
+]
 
 
 def collective_time(
@@ -46,16 +55,26 @@ def collective_time(
     Formulas: collectives_formulas. Raises ClusterError for unknown names, ids or a negative size.
     """
     sizes, profile = _sizes(nbytes), profile or profile_of(cluster)
-    options = _options(cluster, op, groups, algorithm, profile)
-    lines = [np.stack(line(terms, profile, p)) for _, terms in options for p in protocols_of(terms, profile)]
     seconds = np.zeros(sizes.shape)
-    for signature in range(lines[0].shape[1]):
+    for lines in collective_lines(cluster, op, groups, algorithm=algorithm, profile=profile):
         envelope = np.full(sizes.shape, np.inf)
-        for alpha, beta in (each[:, signature] for each in lines):
+        for alpha, beta in lines:
             envelope = np.minimum(envelope, alpha + beta * sizes)
         seconds = np.maximum(seconds, envelope)
-    seconds = seconds + _packing(op, groups, cluster, sizes, profile)
     return float(seconds) if np.ndim(nbytes) == 0 else seconds
+
+
+def collective_lines(
+    cluster: Cluster, op: str, groups: Any, *, algorithm: str = "auto", profile: Profile | None = None
+) -> np.ndarray:
+    """The price as data, for many calls on the same groups: float [k, lines, 2] of (seconds, seconds per byte).
+
+    collective_time(S) is the largest, over the k ways in which groups lie, of the smallest seconds + S * slope.
+    """
+    profile = profile or profile_of(cluster)
+    options = _options(cluster, op, groups, algorithm, profile)
+    lines = [np.stack(line(terms, profile, p), axis=1) for _, terms in options for p in protocols_of(terms, profile)]
+    return np.stack(lines, axis=1)
 
 
 def collective_choice(
@@ -126,11 +145,3 @@ def _options(cluster: Cluster, op: str, groups: Any, algorithm: str, profile: Pr
     if not options:
         raise ClusterError(f"{algorithm} does not apply to {op} here on {cluster.name}", hint="use algorithm='auto'")
     return options
-
-
-def _packing(op: str, groups: Any, cluster: Cluster, sizes: np.ndarray, profile: Profile) -> Any:
-    """What packing lists of shards adds (only for profiles of such an interface)."""
-    if op not in ("reduce_scatter", "all_gather") or profile.shard_launch == 0.0:
-        return 0.0
-    n = groups.members.max() if isinstance(groups, Span) else as_groups(cluster, groups).shape[1]
-    return profile.shard_launch + profile.shard_peer * n + sizes / profile.shard_copy if n > 1 else 0.0

@@ -14,6 +14,7 @@ lines cross.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from lensjax.topology.cluster import Cluster
 
@@ -21,8 +22,7 @@ from lensjax.topology.cluster import Cluster
 @dataclasses.dataclass(frozen=True)
 class Protocol:
     """One way to move a message. `base`: seconds per call; `hop_inner`, `hop_outer`: multiples of a tier's latency per
-    hop (on the innermost tier, on the others); `fraction`: of the bandwidth that it can use; `ring_only`: not for
-    in-switch reduction.
+    hop (on the innermost tier, on the others); `fraction`: of the bandwidth that it can use.
     """
 
     name: str
@@ -54,9 +54,7 @@ class Profile:
     over the link's, `multicast_base` its fixed cost. `peer`: seconds per peer of an all-to-all, `direct_base` its fixed
     cost. `aware_trees`: the library takes trees by what really crosses (a tuner plug-in), not by its built-in model.
     `rendezvous`: inside the innermost tier members meet once and copy from each other's memory (XLA's CPU collectives
-    of one process), so that its latency counts once a call. `shard_launch`, `shard_peer`, `shard_copy`: what an
-    interface that packs lists of shards adds to all-gather and reduce-scatter: seconds per call, seconds per member,
-    and the copy's bytes/s (infinite for none).
+    of one process), so that its latency counts once a call.
     """
 
     name: str
@@ -75,9 +73,6 @@ class Profile:
     peer: float = 0.0
     aware_trees: bool = False
     rendezvous: bool = False
-    shard_launch: float = 0.0
-    shard_peer: float = 0.0
-    shard_copy: float = float("inf")
     source: str = ""
 
 
@@ -107,6 +102,11 @@ def profile_of(cluster: Cluster) -> Profile:
     """The profile of the library that JAX uses on this cluster's devices, fitted to published measurements where there
     are.
     """
+    return _shipped(family_of(cluster), outer_family_of(cluster))
+
+
+@functools.cache
+def _shipped(inner: str, outer: str) -> Profile:
     from lensjax.topology.calibrate import shipped
 
-    return shipped().profile(family_of(cluster), outer_family_of(cluster))
+    return shipped().profile(inner, outer)

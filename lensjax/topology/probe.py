@@ -116,7 +116,10 @@ def _payload(size: int, members: int) -> int:
 
 
 def measure(devices: Sequence[Any], groups: np.ndarray, op: str, size: int, budget: float) -> float:
-    """Seconds of one call, the lower quartile (others use the machine too) on the slowest process: `op` in all `groups` at once with `size` bytes of payload."""
+    """Seconds of one call: `op` in all `groups` at once with `size` bytes of payload.
+
+    The lower quartile of a few calls, since others use the machine too, on the slowest process.
+    """
     chosen = np.array(devices, dtype=object)[groups]
     mesh = Mesh(chosen, ("group", "member"))
     call, array = _prepare(mesh, op, _payload(size, groups.shape[1]) // 4)

@@ -1,7 +1,6 @@
-"""From measured collectives to a cluster: each tier's bandwidth and latency, by the very formulas that price
-collectives.
+"""From measured collectives to a cluster: bandwidth and latency of each tier, by the formulas that price collectives.
 
-Tiers are fitted from the inside out on log(predicted / measured) with a soft-L1 loss: a few hiccups of the machine move
+Tiers are fitted from the inside out on log(predicted / measured) with a Cauchy loss: hiccups of the machine move
 nothing. What one device reaches alone, over what it gets when all send, is how many devices share its NIC.
 """
 
@@ -81,17 +80,20 @@ def _fit_tier(device: Device, inner: list[Tier], level: Level, points: list[Poin
 
     largest = max(points, key=lambda p: p.bytes)
     start = np.log([max(largest.bytes / largest.seconds, 1e3), max(measured.min() / 4, 1e-8)])
-    best = least_squares(residuals, start, loss="soft_l1", f_scale=0.1, bounds=(start - 12, start + 12))
+    best = least_squares(residuals, start, loss="cauchy", f_scale=0.2, bounds=(start - 12, start + 12))
     return tier(best.x)
 
 
 def _sharing(together: list[Point], alone: list[Point], below: int) -> int:
-    """Devices on one NIC: the ratio of the large-message rates alone and together, at most the devices of a unit."""
+    """Devices on one NIC: the ratio of the large-message rates alone and together, as a divisor of a unit's devices."""
     shared = {(p.op, p.bytes): p.seconds for p in together}
     ratios = [
         shared[p.op, p.bytes] / p.seconds for p in sorted(alone, key=lambda p: p.bytes) if (p.op, p.bytes) in shared
     ]
-    return int(np.clip(round(float(np.median(ratios[-3:]))), 1, below)) if ratios else 1
+    if not ratios:
+        return 1
+    ratio = max(float(np.median(ratios[-4:])), 1.0)
+    return min((d for d in range(1, below + 1) if below % d == 0), key=lambda d: abs(np.log(d / ratio)))
 
 
 def _judge(cluster: Cluster, level: Level, points: Sequence[Point]) -> TierFit:

@@ -8,7 +8,7 @@ import pytest
 
 from lensjax._errors import ClusterError
 from lensjax.topology.cluster import Cluster, Device, Tier
-from lensjax.topology.collectives import OPS, collective_choice, collective_time, span, wire_bytes
+from lensjax.topology.collectives import OPS, collective_choice, collective_lines, collective_time, span, wire_bytes
 from lensjax.topology.collectives_profile import PLAIN, Profile
 
 IDEAL = Profile("ideal", PLAIN)
@@ -110,6 +110,13 @@ def test_numbers_in_numbers_out_arrays_in_arrays_out():
     seconds = collective_time(NODES, "all_reduce", ALL, np.array([[0.0, 1e3], [1e6, 1e9]]))
     assert seconds.shape == (2, 2)
     assert seconds[1, 1] == collective_time(NODES, "all_reduce", span(NODES, ALL), 1e9)
+
+
+def test_the_price_as_lines_is_the_price():
+    lines = collective_lines(NODES, "all_reduce", [[0, 1, 2], [7, 8, 9]])
+    for size in (0.0, 1e5, 1e9):
+        price = (lines[:, :, 0] + lines[:, :, 1] * size).min(axis=1).max()
+        assert price == collective_time(NODES, "all_reduce", [[0, 1, 2], [7, 8, 9]], size)
 
 
 def test_the_slowest_group_counts():
