@@ -38,8 +38,8 @@ class Watch:
             if x.nbytes > LARGE:
                 name = names.get(id(x), "an array")
                 warn(
-                    f"the step closes over {name} ({x.dtype}{list(x.shape)}, {size(x.nbytes)}): it is fixed at the value "
-                    "it has now. Pass it as an argument if it changes, or if it should be part of the state"
+                    f"the step closes over {name} ({x.dtype}{list(x.shape)}, {size(x.nbytes)}): it is fixed at its "
+                    "value of now. Pass it as an argument if it changes, or if it should be part of the state"
                 )
 
     def check(self) -> None:

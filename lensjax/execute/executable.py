@@ -32,7 +32,7 @@ class OtherSignature(Exception):
 @dataclasses.dataclass(frozen=True)
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
-    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings of the time."""
+    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then."""
 
     fn: Callable[..., Any]
     emitted: Emitted

@@ -80,8 +80,8 @@ def _check(eqn: Any, mesh: Any, plan: Plan) -> None:
 
 
 class StandIn:
-    """A custom call with the results of a kernel or callback, which lowers on every platform. Nothing is known about how
-    it splits."""
+    """A custom call with the results of a kernel or callback, which lowers on every platform. How it splits is not
+    known."""
 
     def __init__(self, eqn: Any):
         self.results = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars)
