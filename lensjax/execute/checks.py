@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 
+from lensjax import _jax
 from lensjax._errors import BatchError, LensjaxError, StateError
+from lensjax.program.edit import all_equations
+from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
 from lensjax.program.trace import Call, abstract, same, unfixed
 
@@ -51,8 +54,35 @@ def check_state(old: Program, call: Call) -> None:
             )
 
 
-def another(old: Program, new: Program) -> str:
-    """In what a call differs from the one that was compiled: the first thing that makes it another signature."""
+# A step is traced twice and rewritten equation by equation: above this it takes minutes where a loop takes seconds.
+MANY_EQUATIONS = 20_000
+
+
+def advice(program: Program) -> list[str]:
+    """What a user should know about a program before it is planned."""
+    notes = []
+    count = sum(1 for _ in all_equations(program.jaxpr))
+    if count > MANY_EQUATIONS:
+        notes.append(
+            f"the step has {count} equations: tracing, planning and compiling grow with them. Put the repeated layers "
+            "in a loop (jax.lax.scan, nn.scan, nnx.scan)"
+        )
+    for kernel in opaque(program.jaxpr):
+        notes.append(
+            f"{kernel} has no rule that says how it splits: every device computes it whole "
+            "(lensjax.sharding_rule attaches one)"
+        )
+    return notes
+
+
+def another(old: Program, new: Program, numerics: bool = False) -> str:
+    """In what a call differs from the one that was compiled: the first thing that makes it another signature.
+
+    `numerics`: whether JAX's settings changed in between.
+    """
+    if numerics:
+        x64, prng = _jax.settings()
+        return f"another signature: JAX's settings changed (now x64 {'on' if x64 else 'off'}, PRNG {prng})"
     if old.batch.size != new.batch.size:
         return f"another signature: the batch is {new.batch.size}"
     before = dict(zip(old.call.paths, map(abstract, old.call.leaves)))

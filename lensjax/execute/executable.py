@@ -20,6 +20,7 @@ from lensjax._errors import CompileError
 from lensjax.execute.place import place
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
+from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
 from lensjax.program.trace import matching_leaves
 
@@ -31,7 +32,7 @@ class OtherSignature(Exception):
 @dataclasses.dataclass(frozen=True)
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
-    `guarded`: arguments that were given up must be found before JAX sees them."""
+    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -39,16 +40,25 @@ class Executable:
     direct: bool
     captured: tuple[jax.Array, ...]
     guarded: bool
+    numerics: tuple[Any, ...]
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         return self._lower(shapes(self.emitted))
 
     def _lower(self, leaves: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
-        if not self.direct:
-            return self.jitted.lower(*leaves)
-        args, _ = self.emitted.program.call.rebuild(leaves)
-        return self.jitted.lower(*args)
+        args = self.emitted.program.call.rebuild(leaves)[0] if self.direct else leaves
+        try:
+            return self.jitted.lower(*args)
+        except ValueError as e:
+            kernels = [k for k in opaque(self.emitted.program.jaxpr) if k.kind == "pallas kernel"]
+            if not kernels:
+                raise
+            raise CompileError(
+                f"{kernels[0]} does not compile for {jax.default_backend()}: {str(e).splitlines()[0]}",
+                hint="run it where it is at home, interpret it here (pallas_call(..., interpret=True)), or only look: "
+                "step.plan_for(...)",
+            ) from e
 
     def prepare(self, leaves: list[Any]) -> None:
         """Compiles for a call with these leaves, before the call could give up the state's buffers.
@@ -100,7 +110,7 @@ class Executable:
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
         try:
             if leaves is not None:
-                _check(self.emitted, leaves)
+                _check(self.emitted, leaves, self.numerics)
         except OtherSignature:
             return None
         return leaves
@@ -125,7 +135,7 @@ def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donat
     direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
-    return Executable(fn, emitted, jitted, direct, captured, guarded)
+    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics())
 
 
 def _has_kwargs(program: Program) -> bool:
@@ -147,8 +157,10 @@ def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, 
 
 
 def _flat(emitted: Emitted) -> Any:
+    numerics = _jax.numerics()
+
     def step(*leaves):
-        _check(emitted, leaves)
+        _check(emitted, leaves, numerics)
         return emitted.run(*leaves)
 
     return jax.jit(
@@ -162,12 +174,13 @@ def _flat(emitted: Emitted) -> Any:
 
 def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
     call, out_tree = emitted.program.call, emitted.program.out_tree
+    numerics = _jax.numerics()
 
     def step(*args):
         leaves, tree = jax.tree.flatten((args, {}))
         if tree != call.tree:
             raise OtherSignature
-        _check(emitted, leaves)
+        _check(emitted, leaves, numerics)
         return jax.tree.unflatten(out_tree, emitted.run(*leaves))
 
     in_shardings, _ = call.rebuild(emitted.arguments)
@@ -180,8 +193,10 @@ def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
     )
 
 
-def _check(emitted: Emitted, leaves: Any) -> None:
-    """While tracing: the leaves must have the program's types."""
+def _check(emitted: Emitted, leaves: Any, numerics: tuple[Any, ...]) -> None:
+    """While tracing: the leaves must have the program's types. (JAX traces again when a setting changes.)"""
+    if numerics != _jax.numerics():
+        raise OtherSignature
     invars = _jax.open_jaxpr(emitted.program.jaxpr).invars
     for leaf, v in zip(leaves, invars):
         aval = jax.typeof(leaf)

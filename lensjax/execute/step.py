@@ -18,7 +18,8 @@ import jax
 from lensjax import _jax
 from lensjax._errors import PlanError, TraceError
 from lensjax.execute.arguments import split_arrays, split_init
-from lensjax.execute.checks import another, check_alive, check_local_batch, check_state, explain_failure
+from lensjax.execute.captured import Watch
+from lensjax.execute.checks import advice, another, check_alive, check_local_batch, check_state, explain_failure
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
@@ -41,10 +42,12 @@ class Step:
 
     def __init__(self, fn: Callable[..., Any], options: Options):
         functools.update_wrapper(self, fn, updated=())
+        self._user = fn
         self._fn = fn  # what is traced: the user's function, or the pure step behind it (see _adopt)
         self._modules: InPlace | None = None
         self._options = options
         self._run: Executable | None = None
+        self._watch: Watch | None = None
         self._ready: list[Executable] = []
         self._program: Program | None = None
         self._choice: Choice | None = None
@@ -58,8 +61,12 @@ class Step:
 
         NNX modules among the arguments are updated in place, after the step succeeded.
         """
+        if _jax.jit_disabled():
+            return self._user(*args, **kwargs)  # as it was written: for a debugger
         if self._run is None:
             self._adopt(args, kwargs)
+        elif self._watch is not None:
+            self._watch.check()
         if self._modules is not None:
             return self._modules.call(self._pure_call, args, kwargs)
         return self._pure_call(args, kwargs)
@@ -119,7 +126,8 @@ class Step:
         check_state(self._run.emitted.program, call)
         check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
-        note = f"{another(self._run.emitted.program, program)}: the plan {self.plan.name!r} is used again"
+        changed = self._run.numerics != _jax.numerics()
+        note = f"{another(self._run.emitted.program, program, changed)}: the plan {self.plan.name!r} is used again"
         self.notices.append(note)
         log.info(note)
         return self._start(self._build(program, self.plan), args, kwargs)
@@ -148,7 +156,10 @@ class Step:
     def _analyze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         _jax.check_version()
         o = self._options
-        return analyze(self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes)
+        program = analyze(self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes)
+        self.notices += [n for n in advice(program) if n not in self.notices]
+        self._watch = Watch(self._user, program.captured)
+        return program
 
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         plan = plan or self._plan(program)

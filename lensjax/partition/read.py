@@ -103,7 +103,9 @@ class Reader:
             if key in attributes:
                 found = shardings(str(attributes[key]))
                 manual = self.manual
-                return [tuple(tuple(a for a in d if a not in manual) for d in s) for s in found] if manual else [*found]
+                if manual:
+                    found = [tuple(tuple(a for a in d if a not in manual) for d in s) for s in found]
+                return [*found][:count]  # a callback has a sharding and no result
         return [()] * count
 
     def regions(self, op: Any, name: str, specs: list[Spec], inputs: tuple[int, ...]) -> tuple[tuple[Body, ...], Any]:
