@@ -11,6 +11,7 @@ import jax
 
 from lensjax import __version__, _jax
 from lensjax._errors import PlanError
+from lensjax.execute.options import check
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
@@ -23,7 +24,7 @@ from lensjax.topology.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `parallelize` was given; see there."""
+    """What `parallelize` was given; see there. Raises PlanError, BatchError or ClusterError for what cannot be meant."""
 
     cluster: Any = None
     memory: float | None = None
@@ -33,6 +34,9 @@ class Options:
     batch_axes: Any = None
     donate: bool = True
     report: Any = None
+
+    def __post_init__(self):
+        check(self)
 
 
 def cluster_for(spec: Any) -> Cluster:

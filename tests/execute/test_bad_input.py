@@ -215,7 +215,8 @@ def test_nothing_fits_says_what_binds_and_the_nearest():
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("zero9", "'zero9' in the plan 'zero9' is not a preset"),
+        ("zero9", "the plan 'zero9' is not a preset"),
+        ("dp=2,zero9", "'zero9' in the plan 'dp=2,zero9' is not a preset"),
         ("fsdp=3", "asks for a multiple of 3 devices; there are 8"),
         ("dp=2,fsdp=2", "is for 4 devices; there are 8"),
         ("dp,fsdp", "leaves the size of more than one preset open"),
@@ -365,3 +366,48 @@ def test_pins_hold_for_a_plan_file_too(tmp_path):
     assert state["params"]["hidden"].sharding.spec == jax.sharding.PartitionSpec("fsdp", None)
     with pytest.raises(PlanError, match="the pin 'params/hiden' matches no tensor"):
         lensjax.parallelize(step, plan=path, pins={"params/hiden": ()})(create(), batch())
+
+
+P = jax.sharding.PartitionSpec
+
+
+@pytest.mark.parametrize("spec", [P(None, "fsdp"), P(P.UNCONSTRAINED, ("fsdp",))])
+def test_a_partition_spec_is_a_pin(spec):
+    train = lensjax.parallelize(step, plan="fsdp", pins={"params/hidden": spec})
+    plan = train.plan_for(jax.eval_shape(create), batch())
+    assert plan.leaves["state/params/hidden"] == ((), ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        *[({"plan": p}, PlanError, r"plan=.*expected a preset, a Plan") for p in (3, b"dp", ["dp"], True, {}, 1.5)],
+        ({"plan": ""}, PlanError, "the plan '' is not a preset"),
+        ({"plan": "banana"}, PlanError, "the plan 'banana' is not a preset"),
+        *[({"pins": p}, PlanError, "pins=.*expected a mapping") for p in ([("a", ())], "dp", 3, True)],
+        ({"pins": {3: ()}}, PlanError, "the pin of 3: a pattern is a text"),
+        ({"pins": {"w1": (0,)}}, PlanError, r"the pin of 'w1' is \(0,\): 0 is no mesh axis"),
+        ({"pins": {"w1": ((None,),)}}, PlanError, r"the pin of 'w1' is .*: \(None,\) is no mesh axis"),
+        ({"pins": {"w1": None}}, PlanError, "the pin of 'w1' is None"),
+        *[
+            ({"memory": m}, PlanError, "memory=.*expected a positive number of bytes")
+            for m in ("80GB", float("nan"), float("inf"), -1, 0, True, [8])
+        ],
+        *[({"batch_argnums": n}, BatchError, "batch_argnums=.*expected an int") for n in ("b", 1.0, ["b"], (), True)],
+        ({"batch_argnums": (1, 1)}, BatchError, r"batch_argnums=\(1, 1\) names an argument twice"),
+        ({"batch_argnums": 1, "batch_axes": "x"}, BatchError, "batch_axes='x': 'x' is no dimension"),
+        ({"batch_argnums": 1, "batch_axes": [{"x": 0.0}]}, BatchError, "0.0 is no dimension"),
+        ({"batch_axes": 0}, BatchError, "batch_axes was given without batch_argnums"),
+        ({"donate": "no"}, PlanError, "donate='no'; expected True or False"),
+        ({"report": 3}, PlanError, "report=3; expected a function"),
+        ({"cluster": 8}, lensjax.ClusterError, "cluster=8; expected a Cluster"),
+    ],
+)
+def test_options_are_checked_where_the_step_is_decorated(options, error, message):
+    with pytest.raises(error, match=message):
+        lensjax.parallelize(step, **options)
+
+
+def test_a_preset_in_the_place_of_the_step():
+    with pytest.raises(PlanError, match="parallelize got 'dp' where the step is expected"):
+        lensjax.parallelize("dp")
