@@ -77,7 +77,7 @@ def build(
             spec = split(a.shape, spec, "zero1", sizes, stacked)
         if any(spec):
             leaves[a.path] = spec
-    leaves = _pinned(program, pins, leaves, sizes)
+    leaves = pinned(program, pins, leaves, sizes)
     gather = {t.name: t.gather for t in terms if t.gather}
     return Plan(
         mesh=mesh,
@@ -167,8 +167,8 @@ def _is_stacked(program: Program, i: int) -> bool:
     return any(i in layer.parameters for layer in program.layers)
 
 
-def _pinned(
-    program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]
+def pinned(
+    program: Program, pins: Sequence[Pin], leaves: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
     state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
