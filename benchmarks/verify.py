@@ -1,6 +1,6 @@
 """What `lensjax verify` takes and finds: scale, planned against compiled, false alarms. Writes docs/verify.md.
 
-    python benchmarks/verify.py scale compare families      (each part goes on where it was stopped; --fresh starts over)
+    python benchmarks/verify.py scale compare families      (each part goes on where it stopped; --fresh starts over)
     python benchmarks/verify.py                             (only writes the page from what was measured)
 
 Nothing here needs a device. The planned figures of a row are written to the results before its compile starts. Run
@@ -67,7 +67,7 @@ def row(target: str, preset: str, cluster_name: str, per_device: int, seq: int, 
     planned = {"planned_peak": plan.predicted.peak_bytes, "planned_tiers": dict(plan.predicted.tiers)}
     planned["planned_step_s"] = plan.predicted.step_s
     note(planned)
-    proof = prove(program, plan, cluster, again=twice_the_batch(program, step, args), time_limit=1200)
+    proof = prove(program, plan, cluster, again=twice_the_batch(program, step), time_limit=1200)
     line = proof.audit.timeline
     return planned | {
         "seconds": time.perf_counter() - start,
@@ -192,9 +192,9 @@ def page(data: dict) -> str:
 _HEAD = """# Proof on a machine without accelerators
 
 Made by `python benchmarks/verify.py`. XLA's own compilers for GPUs and TPUs run here for clusters that do not exist
-here; memory is the compiler's buffer assignment, bytes are those of the compiled collectives, both per device. What this
-does not prove: the time of a step (kernels are not tuned without a device; the step times are estimates from the compiled
-schedule)."""
+here; memory is the compiler's buffer assignment, bytes are those of the compiled collectives, both per device. What
+this does not prove: the time of a step (kernels are not tuned without a device; step times are estimates from the
+compiled schedule)."""
 
 
 def _scale(rows: dict) -> str:
@@ -267,7 +267,7 @@ def _families(rows: dict) -> str:
     flagged = {k: v for k, v in flagged.items() if v}
     out = ["## The model zoo", ""]
     out += [
-        f"{len(done)} of {len(rows)} pairs of a family and a preset compiled for 8 H100, {len(flagged)} with a finding.",
+        f"{len(done)} of {len(rows)} pairs of family and preset compiled for 8 H100, {len(flagged)} with a finding.",
         "",
     ]
     out += [f"- {_cell(k)}: {'; '.join(v)[:300]}" for k, v in sorted(flagged.items())]

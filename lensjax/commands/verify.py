@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.report.progress import steps
     from lensjax.topology.cluster import Cluster
     from lensjax.verify.proof import prove, twice_the_batch
+    from lensjax.verify.show import everything
 
     cluster = Cluster.parse(args.cluster)
     with steps("verify", quiet=args.json) as say:
@@ -43,10 +44,10 @@ def run(args: argparse.Namespace) -> Result:
         say("pricing")
         plan = make_plan(program, cluster, Options(plan=args.plan)).plan
         say(f"compiling for {plan.mesh.size} devices")
-        again = twice_the_batch(program, step, arguments)
+        again = twice_the_batch(program, step)
         proof = prove(program, plan, cluster, backend=args.backend, again=again, time_limit=args.time_limit)
         _write(proof, args)
-    return Result(to_json(proof), _show(proof), 0 if proof.holds else 1)
+    return Result(to_json(proof), everything(proof), 0 if proof.holds else 1)
 
 
 def _write(proof: Proof, args: argparse.Namespace) -> None:
@@ -86,11 +87,3 @@ def to_json(proof: Proof) -> dict[str, Any]:
         "unknown": list(proof.audit.unknown),
         "notes": list(proof.audit.notes),
     }
-
-
-def _show(proof: Proof) -> tuple[Any, ...]:
-    from lensjax.verify.show import comparison, finding_lines, memory_table, summary
-
-    serious = [f for f in proof.findings if f.severity != "note"]
-    notes = (f"[dim]{n}[/dim]" for n in proof.audit.notes)
-    return (summary(proof.audit), *comparison(proof), memory_table(proof.audit), *finding_lines(serious), *notes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -30,6 +30,9 @@ from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
 from lensjax.program.trace import abstract, flatten_call, is_dynamic, unfixed
 from lensjax.search.price import Choice
+
+if TYPE_CHECKING:
+    from lensjax.verify.proof import Proof
 
 log = logging.getLogger("lensjax")
 
@@ -271,6 +274,15 @@ class Step:
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program (compiles it when it is not yet)."""
         return self._executable().compiled
+
+    def verify(self, *, backend: str | None = None, time_limit: float = 600.0) -> Proof:
+        """The plan's proof: compiled by the cluster's own compiler, which needs none of its devices, and compared with
+        what was planned. `print(step.verify())` shows it. Raises CompileError, PlanError before there is a plan."""
+        from lensjax.verify.proof import prove, twice_the_batch
+
+        cluster = cluster_for(self._options.cluster)
+        again = twice_the_batch(self.program, self._fn)
+        return prove(self.program, self.plan, cluster, backend=backend, again=again, time_limit=time_limit)
 
     def lower(self) -> jax.stages.Lowered:
         """StableHLO of the planned step on the devices that are there."""

@@ -50,11 +50,14 @@ def find_batch(
     candidates: Sequence[int],
     unused: Set[int] = frozenset(),
     axes: dict[int, int] | None = None,
+    accept: Callable[[Batch], bool] = lambda batch: True,
 ) -> Batch:
     """Finds the batch among the argument leaves `candidates` (indices), or takes `axes` as told.
 
     Leaves in `unused` play no part in the results (labels of a loss whose gradient does not need them): they are
     resized with their group, but are no batch of their own.
+
+    `accept(batch)` has the last word on a group that could be resized.
 
     Groups of equal size along axis 0 are tried first, then along axis 1, each alone. Raises BatchError, saying what was
     seen, when none or more than one group can be resized.
@@ -74,7 +77,10 @@ def find_batch(
                 continue
             attempt = {i: axis for i in members}
             try:
-                found.append(_attempt(fn, traced, attempt, size))
+                one = _attempt(fn, traced, attempt, size)
+                if not accept(one):
+                    raise _Mismatch("the step loops over it, and computes nothing with it as a whole")
+                found.append(one)
             except _Mismatch as e:
                 names = ", ".join(traced.call.paths[i] for i in members)
                 tried.append(f"  axis {axis}, size {size} ({names}): {e}")

@@ -70,15 +70,14 @@ def build(
         stacked = _is_stacked(program, like)
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
-            majors = [logical.major(invars[like], d) for d in range(len(a.shape))]
-            spec = tuple(_model_axes(model, m, a.shape[d], sizes) for d, m in enumerate(majors))
+            spec = _model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
         if "fsdp" in sizes:
             spec = split(a.shape, spec, "fsdp", sizes, stacked)
         if "zero1" in sizes and a.role == "optimizer":
             spec = split(a.shape, spec, "zero1", sizes, stacked)
         if any(spec):
             leaves[a.path] = spec
-    leaves = _pinned(program, pins, leaves, sizes)
+    leaves = pinned(program, pins, leaves, sizes)
     gather = {t.name: t.gather for t in terms if t.gather}
     return Plan(
         mesh=mesh,
@@ -114,9 +113,18 @@ def _experts(program: Program, ways: int) -> list[int]:
     return fitting
 
 
-def _model_axes(model: Mapping[int, str], major: int | None, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    axis = model.get(major) if major is not None else None
-    return (axis,) if axis is not None and size % sizes[axis] == 0 else ()
+def _model_spec(
+    model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> Spec:
+    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a square
+    weight may have one logical axis twice)."""
+    spec, used = [], set()
+    for major, n in zip(majors, shape):
+        axis = model.get(major) if major is not None else None
+        fits = axis is not None and axis not in used and n % sizes[axis] == 0
+        spec.append((axis,) if axis is not None and fits else ())
+        used.add(axis if fits else None)
+    return tuple(spec)
 
 
 def _rules(program: Program, terms: Sequence[Term], names: Sequence[str], model: Mapping[int, str]) -> Rules:
@@ -159,8 +167,8 @@ def _is_stacked(program: Program, i: int) -> bool:
     return any(i in layer.parameters for layer in program.layers)
 
 
-def _pinned(
-    program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]
+def pinned(
+    program: Program, pins: Sequence[Pin], leaves: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
     state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]

@@ -7,6 +7,7 @@ differ are the batch; Shardy says which mesh axes split every dimension of every
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from lensjax import _jax
 from lensjax._errors import BatchError, LensjaxError
 from lensjax.partition import Body, Node, Partitioned, Value, partition
 from lensjax.program.program import Program, analyze
+
+# What the partitioner puts between an array and its use.
+RESHARDS = ("all_gather", "all_to_all", "all_slice", "collective_permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,19 @@ class Facts:
     def walk(self) -> Iterator[tuple[Node, int, Body]]:
         """(node, runs per step, its body) of everything, in program order."""
         yield from _walk(self.parts.body, 1)
+
+    @functools.cached_property
+    def _moved(self) -> Mapping[int, int]:
+        return {n.outputs[0]: n.inputs[0] for n, _, _ in self.walk() if n.name in RESHARDS and n.outputs}
+
+    def before(self, value: int) -> int:
+        """The value that the partitioner moved or gathered to make this one, which is the same array.
+
+        Where it moves operands rather than sums, that is its idea of cheap; the compiler's may be another.
+        """
+        while value in self._moved:
+            value = self._moved[value]
+        return value
 
     def pieces(self, value: Value) -> int:
         """Devices that hold different parts of a value."""
@@ -84,20 +101,19 @@ def facts(step: Any, args: tuple[Any, ...], platform: str = "cuda") -> Facts:
     try:
         program = _program(step, args)
     except LensjaxError as e:
-        return lowered_facts(lowered, None, {}, None, e.message)
-    axes = leaf_axes(program)
-    return lowered_facts(lowered, program, axes, lambda: _at_twice(step, args, axes, platform))
+        return lowered_facts(lowered, None, None, e.message)
+
+    def twice() -> Partitioned:
+        args, kwargs = doubled(program)
+        return partition(step.trace(*args, **kwargs).lower(lowering_platforms=(platform,)))
+
+    return lowered_facts(lowered, program, twice)
 
 
 def lowered_facts(
-    lowered: Any,
-    program: Program | None,
-    axes: Mapping[int, int],
-    twice: Callable[[], Partitioned] | None,
-    reason: str = "",
+    lowered: Any, program: Program | None, twice: Callable[[], Partitioned] | None, reason: str = ""
 ) -> Facts:
-    """Facts of a lowered step. `axes`: flattened argument -> batch dimension; `twice`: the same step, partitioned, with
-    twice the batch."""
+    """Facts of a lowered step. `twice`: the same step, partitioned, with twice the batch."""
     parts = partition(lowered)
     kept = _jax.lowered_arguments(lowered)
     donated = frozenset(i for i, a in enumerate(jax.tree.leaves(lowered.args_info)) if getattr(a, "donated", False))
@@ -107,7 +123,8 @@ def lowered_facts(
             batch, reason = _differing(parts, twice())
         except Exception as e:  # user code that does not take another batch size, in whatever way
             reason = f"the step does not trace at twice the batch: {type(e).__name__}: {str(e)[:200]}"
-    return Facts(parts, program, kept, batch, _data_axes(parts, kept, axes), donated, reason)
+    data = _data_axes(parts, kept, program.batch.axes if program is not None else {})
+    return Facts(parts, program, kept, batch, data, donated, reason)
 
 
 def _program(step: Any, args: tuple[Any, ...]) -> Program:
@@ -121,26 +138,15 @@ def _program(step: Any, args: tuple[Any, ...]) -> Program:
         return analyze(step, args, batch_argnums=range(1, len(args)))
 
 
-def leaf_axes(program: Program) -> dict[int, int]:
-    """Flattened argument -> batch dimension (the program counts arrays only)."""
-    dynamic = [i for i, d in enumerate(program.call.dynamic) if d]
-    return {dynamic[i]: axis for i, axis in program.batch.axes.items()}
-
-
-def _at_twice(step: Any, args: tuple[Any, ...], axes: Mapping[int, int], platform: str) -> Partitioned:
-    twice = step.trace(*doubled(args, axes))
-    return partition(twice.lower(lowering_platforms=(platform,)))
-
-
-def doubled(args: tuple[Any, ...], axes: Mapping[int, int]) -> tuple[Any, ...]:
-    """The arguments with twice the batch, as shapes with their shardings."""
-    leaves, tree = jax.tree.flatten(args)
-    for i, axis in axes.items():
+def doubled(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keywords) of the program's call with twice the batch, as shapes; shardings are kept."""
+    leaves = list(program.call.leaves)
+    for i, axis in program.batch.axes.items():
         shape = list(leaves[i].shape)
         shape[axis] *= 2
         sharding = getattr(leaves[i], "sharding", None)
         leaves[i] = jax.ShapeDtypeStruct(tuple(shape), leaves[i].dtype, sharding=sharding)
-    return jax.tree.unflatten(tree, leaves)
+    return program.call.rebuild(leaves)
 
 
 def _differing(one: Partitioned, two: Partitioned) -> tuple[dict[int, tuple[int, ...]], str]:

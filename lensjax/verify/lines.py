@@ -33,29 +33,27 @@ def origin(module: Module, computation: Computation, instruction: Instruction) -
     return instruction.op_name, ()
 
 
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(_HERE, "models") + os.sep  # the built-in targets stand for user code
+
+
 @functools.cache
 def _library_roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return tuple(p for p in (paths.get("purelib"), paths.get("platlib"), paths.get("stdlib"), here) if p)
+    return tuple(p for p in (paths.get("purelib"), paths.get("platlib"), paths.get("stdlib")) if p)
 
 
 def user_frame(stack: Iterable[Frame]) -> Frame | None:
-    """The innermost frame outside of installed packages; the innermost of all where there is no such frame."""
-    frames = tuple(stack)
-    for frame in frames:
-        if not _is_library(frame.file):
-            return frame
-    return frames[0] if frames else None
+    """The innermost frame outside of installed packages, else the innermost outside of this one, else None."""
+    frames = [f for f in stack if f.file.startswith(_MODELS) or not f.file.startswith(_HERE)]
+    return next((f for f in frames if not _is_library(f.file)), frames[0] if frames else None)
 
 
 def _is_library(file: str) -> bool:
-    return (
-        "site-packages" in file or "dist-packages" in file or file.startswith(_library_roots()) or file.startswith("<")
-    )
+    return "site-packages" in file or "dist-packages" in file or file.startswith((*_library_roots(), "<"))
 
 
 def where(stack: Iterable[Frame]) -> str:
-    """ "file.py:12 in loss", or "" where no line is known."""
+    """The line as text ("file.py:12 in loss"), or "" where no line is known."""
     frame = user_frame(stack)
     return str(frame) if frame else ""

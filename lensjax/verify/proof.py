@@ -15,11 +15,11 @@ from lensjax.partition import Collective as Planned
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.plan.plan import Plan, Predicted
-from lensjax.program.program import Program
+from lensjax.program.program import Program, analyze
 from lensjax.search.price import price
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
-from lensjax.verify.facts import Facts, doubled, leaf_axes, lowered_facts
+from lensjax.verify.facts import Facts, doubled, lowered_facts
 from lensjax.verify.finding import SMALL, Finding, size
 from lensjax.verify.lines import where
 from lensjax.verify.place import target_of
@@ -28,6 +28,9 @@ from lensjax.verify.traffic import mesh_axes, step_bytes
 if TYPE_CHECKING:
     from lensjax.topology.cluster import Cluster
 
+# Total bytes along some axes, against the plan, up to which another kind of collective is a rewrite of a planned one:
+# a ring of n permutes in place of a reduce-scatter sends n/(n-1) of its bytes.
+REWRITTEN = 1.15
 SURPRISE = 0.02  # part of all traffic by which a kind of collective may differ from the plan's without a word
 
 
@@ -66,6 +69,11 @@ class Proof:
     def holds(self) -> bool:
         """No warning and no error."""
         return all(f.severity == "note" for f in self.findings)
+
+    def __str__(self) -> str:
+        from lensjax.verify.show import text
+
+        return text(self)
 
 
 def prove(
@@ -117,16 +125,14 @@ def _facts(
         return partition(lower(emit(other, plan, abstract_mesh(plan)), platform))
 
     try:
-        return lowered_facts(lowered, program, leaf_axes(program), twice if again else None)
+        return lowered_facts(lowered, program, twice if again else None)
     except PartitionError:
         return None
 
 
-def twice_the_batch(program: Program, step: Any, args: tuple[Any, ...]) -> Callable[[], Program]:
-    """For `prove`: the program of `step(*args)` with twice the batch."""
-    from lensjax.program.program import analyze
-
-    return lambda: analyze(step, doubled(args, leaf_axes(program)))
+def twice_the_batch(program: Program, step: Callable[..., Any]) -> Callable[[], Program]:
+    """For `prove`: makes the program of the same call of `step` with twice the batch."""
+    return lambda: analyze(step, *doubled(program))
 
 
 def compare(planned: tuple[Planned, ...], made: Audit, mesh: Mapping[str, int]) -> tuple[Row, ...]:
@@ -156,7 +162,9 @@ def differences(predicted: Predicted, made: Audit, rows: tuple[Row, ...]) -> tup
     for row in rows:
         extra = row.compiled - row.planned
         if extra > SURPRISE * total and extra > SMALL * row.compiled:
-            found.append(_unplanned(row, extra, made))
+            same = [r for r in rows if r.axes == row.axes]
+            rewritten = sum(r.compiled for r in same) <= REWRITTEN * sum(r.planned for r in same)
+            found.append(_unplanned(row, extra, made, rewritten))
     room = predicted.peak_bytes
     if made.artifact.backend != "cpu" and made.peak.bytes > 1.15 * room:
         found.append(Finding(
@@ -167,12 +175,20 @@ def differences(predicted: Predicted, made: Audit, rows: tuple[Row, ...]) -> tup
     return tuple(found)
 
 
-def _unplanned(row: Row, extra: float, made: Audit) -> Finding:
+def _unplanned(row: Row, extra: float, made: Audit, rewritten: bool) -> Finding:
     mine = [
         c for c in made.found.collectives
         if c.kind == row.kind and mesh_axes(c.groups, made.mesh) == row.axes
     ]  # fmt: skip
     worst = max(mine, key=step_bytes)
+    if rewritten:
+        return Finding(
+            "rewritten_traffic", "note", where(worst.stack), extra,
+            f"{row.kind} along {'+'.join(row.axes)} sends {size(row.compiled)} per step on each device, planned were "
+            f"{size(row.planned)}; others along these axes send as much less: the compiler wrote one kind as another "
+            "(TPU: a reduce-scatter beside its matmul becomes a ring of permutes)",
+            "nothing to do",
+        )  # fmt: skip
     return Finding(
         "unplanned_traffic", "warning", where(worst.stack), extra,
         f"{row.kind} along {'+'.join(row.axes) or 'no axis'}: {size(row.compiled)} per step on each device, the plan "

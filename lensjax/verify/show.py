@@ -82,6 +82,24 @@ def _tail(text: str, length: int) -> str:
     return text if len(text) <= length else "…" + text[-length + 1 :]
 
 
+def everything(proof: Proof) -> tuple[Any, ...]:
+    """A proof as the command shows it."""
+    serious = [f for f in proof.findings if f.severity != "note"]
+    notes = (f"[dim]{_plain(n)}[/dim]" for n in proof.audit.notes)
+    return (summary(proof.audit), *comparison(proof), memory_table(proof.audit), *finding_lines(serious), *notes)
+
+
+def text(proof: Proof, width: int = 110) -> str:
+    """A proof as plain text."""
+    from rich.console import Console
+
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as captured:
+        for item in everything(proof):
+            console.print(item)
+    return captured.get()
+
+
 def comparison(proof: Proof) -> tuple[Any, ...]:
     """Planned against compiled: memory, bytes by tier, by kind of collective, and the two estimates of time."""
     from rich.table import Table

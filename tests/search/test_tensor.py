@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lensjax import PlanError
+from lensjax import Cluster, PlanError
 from lensjax.models.targets import target
 from lensjax.program.program import analyze
 from lensjax.search.presets import preset
+from lensjax.search.price import price
 from lensjax.search.tensor import expert_axes, tensor_axes
 from tests.zoo import FAMILIES
 
@@ -87,3 +88,11 @@ def test_no_axis_that_divides_lists_the_reasons():
         PlanError, match=r"no logical axis of the weights can be split in 4: .*its size 6 does not divide"
     ):
         preset("tp=4", analyze(step, (jnp.ones((5, 6)), jnp.ones((16, 5)))), 8)
+
+
+@pytest.mark.parametrize("name, text", [("moe_dense", "dp=2,fsdp=2,tp=2"), ("resnet", "fsdp=2,tp_sp=4")])
+def test_odd_programs_are_priced(name, text):
+    """A weight with one logical axis twice; a permutation between parts of a mesh axis."""
+    program = family(name)
+    plan = price(program, preset(text, program, 8), Cluster.parse("cpu:2x4"))
+    assert plan.predicted is not None and plan.predicted.step_s > 0

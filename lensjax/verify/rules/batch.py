@@ -46,7 +46,8 @@ def batch_lost(case: Case) -> Iterator[Finding]:
 
 def _missing(facts: Facts, node: Node) -> frozenset[str]:
     """Data axes that no batch dimension of a matmul is split along, though it has one."""
-    inside = [(v, facts.batch[v]) for v in (*node.inputs, *node.outputs) if v in facts.batch]
+    values = (*(facts.before(v) for v in node.inputs), *node.outputs)
+    inside = [(v, facts.batch[v]) for v in values if v in facts.batch]
     if not inside:
         return frozenset()
     there = [facts.split_by(v, dims) for v, dims in inside]
