@@ -21,7 +21,7 @@ from lensjax._errors import PlanError
 from lensjax.plan.grammar import Term, parse
 from lensjax.plan.pins import Pin, apply_pin, check_used, find
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
-from lensjax.program.program import Program
+from lensjax.program.program import Argument, Program
 from lensjax.search.tensor import batch_input_axes, expert_axes, tensor_axes
 
 # Below this many elements a leaf stays whole: a collective's launch costs more than the memory is worth.
@@ -171,7 +171,7 @@ def pinned(
     program: Program, pins: Sequence[Pin], leaves: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
-    state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
+    state = pinnable(program)
     check_used(pins, [a.path for a in state])
     out = dict(leaves)
     for a in sorted(state, key=lambda a: a.role != "parameter"):  # an error names the parameter before its moments
@@ -185,6 +185,11 @@ def pinned(
         if any(spec):
             out[a.path] = spec
     return out
+
+
+def pinnable(program: Program) -> list[Argument]:
+    """The arguments that pins are matched against: all but the batch."""
+    return [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
 
 
 def _tiers(terms: Sequence[Term], tier_of: Mapping[int, str]) -> list[str]:

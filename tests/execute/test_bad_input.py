@@ -411,3 +411,26 @@ def test_options_are_checked_where_the_step_is_decorated(options, error, message
 def test_a_preset_in_the_place_of_the_step():
     with pytest.raises(PlanError, match="parallelize got 'dp' where the step is expected"):
         lensjax.parallelize("dp")
+
+
+@pytest.mark.parametrize(
+    "pins, message, hint",
+    [
+        ({"params/hiden": (None, "fsdp")}, "^the pin 'params/hiden' matches no tensor", "state/params/hidden"),
+        ({"params/hidden": ("model",)}, "^the pin 'params/hidden' names the mesh axis 'model', which no", "fsdp"),
+        ({"params/hidden": (None, None, ())}, "^the pin 'params/hidden' names 3 dimensions; state/params/hidden", ""),
+    ],
+)
+def test_a_wrong_pin_is_told_once_when_the_plan_is_chosen(pins, message, hint):
+    train = lensjax.parallelize(step, pins=pins)
+    with pytest.raises(PlanError, match=message) as e:
+        train.plan_for(jax.eval_shape(create), batch())
+    assert hint in e.value.hint and str(e.value).count("the pin") == 1
+
+
+def test_a_reason_that_every_preset_has_is_told_once():
+    train = lensjax.parallelize(step, pins={"params/out": (None, ("fsdp", "zero1"))})
+    with pytest.raises(PlanError, match="no plan applies") as e:
+        train.plan_for(jax.eval_shape(create), batch())
+    lines = str(e.value).splitlines()
+    assert len(lines) == len({line.partition(": ")[2] for line in lines})
