@@ -143,3 +143,13 @@ def test_off_has_the_face_of_a_step():
     missing = public - set(dir(off)) - {"verify"}
     assert not missing, missing
     assert off.plan is None and off.lower() is None and "off" in off.explain_trace()
+
+
+def test_complex_constants_and_fft():
+    c = np.ones((16, 16), np.complex64) * (1 + 2j)
+
+    def spectral(p, x):
+        return p - jax.grad(lambda p: jnp.abs(jnp.fft.fft(x @ p) @ c * (1 + 2j)).mean())(p)
+
+    p = jnp.linspace(0, 1, 256).reshape(16, 16)
+    np.testing.assert_allclose(lensjax.parallelize(spectral, plan="fsdp")(p + 0, X), spectral(p, X), rtol=1e-5)
