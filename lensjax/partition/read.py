@@ -91,7 +91,11 @@ class Reader:
         if name in _CONSTANTS:
             value = self.values[outputs[0]]
             # Only whole numbers are asked for (trip counts); the bindings cannot even hand out complex ones.
-            if not value.shape and value.dtype.startswith(("i", "ui")) and (found := integers(str(attributes["value"]))):
+            if (
+                not value.shape
+                and value.dtype.startswith(("i", "ui"))
+                and (found := integers(str(attributes["value"])))
+            ):
                 self.scalars[outputs[0]] = found[0]
             name = "stablehlo.constant"
         inputs = tuple(self.ids[v] for v in op.operands)
