@@ -57,6 +57,9 @@ def build(
 ) -> Plan:
     terms = tuple(t for t in terms if t.size > 1) or terms[:1]
     names = [_AXIS.get(t.name, t.name) for t in terms]
+    if len(set(names)) < len(names):
+        both = [t.name for t, n in zip(terms, names) if names.count(n) > 1]
+        raise PlanError(f"{' and '.join(both)} in {name!r} are two names of one way to split", hint="give one of them")
     mesh = MeshPlan(tuple(Axis(n, t.size, tier) for n, t, tier in zip(names, terms, _tiers(terms, tier_of or {}))))
     sizes = mesh.shape
     model = _model_rules(program, terms)

@@ -73,6 +73,8 @@ def test_experts_are_the_axis_that_selects_a_weight():
     [
         ("ep=4", "no matmul selects a weight by an axis"),
         ("tp=7,dp=1", "multiple of 7"),
+        ("hsdp=2,fsdp=4", "two names of one way to split"),
+        ("tp=2,tp_sp=4", "two names of one way to split"),
     ],
 )
 def test_what_cannot_apply_says_why(text, message):
