@@ -42,8 +42,8 @@ def parallelize(
     report         a function that is called with the name of each plan while it is priced
 
     Returns a `Step`. With the environment variable LENSJAX_OFF=1 the step runs as it was written.
-    Raises PlanError, BatchError or ClusterError for an option that cannot be meant; what needs the arguments is checked at
-    the first call.
+    Raises PlanError, BatchError or ClusterError for an option that cannot be meant; what needs the arguments is
+    checked at the first call.
     """
     if compress != "off":
         raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")
@@ -58,7 +58,8 @@ def parallelize(
 
     if fn is not None and not callable(fn):
         raise PlanError(
-            f"parallelize got {fn!r} where the step is expected", hint='options go by name, as in parallelize(plan="fsdp")'
+            f"parallelize got {fn!r} where the step is expected",
+            hint='options go by name, as in parallelize(plan="fsdp")',
         )
     return decorate if fn is None else decorate(fn)
 

@@ -105,9 +105,7 @@ def apply_pin(pin: Pin, path: str, shape: Sequence[int], spec: Spec, mesh: Mappi
             )
     taken = {a for d in pin.dims if d for a in d}
     pinned = (*pin.dims, *[None] * (len(shape) - len(pin.dims)))
-    return tuple(
-        tuple(a for a in free if a not in taken) if axes is None else axes for axes, free in zip(pinned, spec)
-    )
+    return tuple(tuple(a for a in free if a not in taken) if axes is None else axes for axes, free in zip(pinned, spec))
 
 
 def _check_rank(pin: Pin, path: str, shape: Sequence[int]) -> None:

@@ -116,8 +116,8 @@ def _experts(program: Program, ways: int) -> list[int]:
 def _model_spec(
     model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> Spec:
-    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a square
-    weight may have one logical axis twice)."""
+    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a
+    square weight may have one logical axis twice)."""
     spec, used = [], set()
     for major, n in zip(majors, shape):
         axis = model.get(major) if major is not None else None

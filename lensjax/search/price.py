@@ -15,10 +15,10 @@ from lensjax.cost import score
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.passes.shardings import resolve, ways
+from lensjax.plan.grammar import AXES
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.plan.grammar import AXES
 from lensjax.search.presets import enumerate_presets, pinnable, preset
 from lensjax.topology.cluster import Cluster
 
