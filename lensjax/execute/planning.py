@@ -24,8 +24,7 @@ from lensjax.topology.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `parallelize` was given; see there. Raises PlanError, BatchError or ClusterError for what cannot be
-    meant."""
+    """What `parallelize` was given; see there. Raises a LensjaxError for what cannot be meant."""
 
     cluster: Any = None
     memory: float | None = None

@@ -105,9 +105,7 @@ def against(mine: Any, other: Candidate) -> str:
     saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
     parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 5e-8]
     memory = round(theirs.peak_bytes - mine.peak_bytes)
-    less = (
-        f"{size(memory)} less memory" if memory > 0 else f"{size(-memory)} more memory" if memory else "no less memory"
-    )
+    less = f"{size(abs(memory))} {'less' if memory > 0 else 'more'} memory" if memory else "the same memory"
     if abs(gain) < 5e-4:  # what would read "0.0% faster"
         won = (
             f"and takes {less}"
