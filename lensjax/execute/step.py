@@ -31,7 +31,7 @@ from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
 from lensjax.program.trace import abstract, flatten_call, is_dynamic, unfixed
-from lensjax.search.price import Choice
+from lensjax.search.choose import Choice
 
 if TYPE_CHECKING:
     from lensjax.verify.proof import Proof

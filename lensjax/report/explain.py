@@ -15,7 +15,7 @@ from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
-from lensjax.search.price import Candidate, Choice, largest_leaves
+from lensjax.search.choose import Candidate, Choice, largest_leaves
 
 
 def render(*items: Any, width: int = 120) -> str:

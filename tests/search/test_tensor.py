@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from lensjax import Cluster, PlanError
+from lensjax.cost.price import price
 from lensjax.models.targets import target
 from lensjax.program.program import analyze
 from lensjax.search.presets import preset
-from lensjax.search.price import price
 from lensjax.search.tensor import expert_axes, tensor_axes
 from tests.zoo import FAMILIES
 

@@ -1,7 +1,4 @@
-"""The price of a plan: what is priced is what runs.
-
-score(plan) = cost(partition(lower(passes(program, plan))))
-"""
+"""Choosing: every preset that applies is priced by one scorer, and the fastest that fits is taken."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lensjax._errors import BatchError, DoesNotFit, PlanError
 from lensjax._units import size
-from lensjax.cost import score
-from lensjax.partition import partition
-from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.cost.price import price
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
 from lensjax.plan.pins import Pin, check_applicable
@@ -47,13 +42,6 @@ class Choice:
     plan: Plan
     candidates: tuple[Candidate, ...]
     memory: float
-
-
-def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
-    """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
-    apply."""
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cpu")
-    return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))
 
 
 def price_all(
