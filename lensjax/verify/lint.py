@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from lensjax._errors import LensjaxError, PartitionError, UsageError
+from lensjax._errors import LensjaxError, PartitionError, UnsupportedJax, UsageError
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
@@ -57,7 +57,7 @@ def _facts(step: Any, args: tuple[Any, ...], cluster: Cluster, backend: str | No
         platform = "cpu"
     try:
         return facts(step, args, platform)
-    except PartitionError:
+    except (PartitionError, UnsupportedJax):
         return None  # what the compiled program shows is still audited
 
 
