@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lensjax._errors import (
     BatchError,
+    CaptureWarning,
     ClusterError,
     CompileError,
     DoesNotFit,
@@ -26,6 +27,7 @@ from lensjax._errors import (
 if TYPE_CHECKING:
     from lensjax.execute.parallelize import parallelize
     from lensjax.plan.plan import Plan
+    from lensjax.program.rules import sharding_rule
     from lensjax.topology.cluster import Cluster
 
 __version__ = "0.1.0"
@@ -33,11 +35,13 @@ __version__ = "0.1.0"
 _LAZY = {
     "parallelize": "lensjax.execute.parallelize",
     "Plan": "lensjax.plan.plan",
+    "sharding_rule": "lensjax.program.rules",
     "Cluster": "lensjax.topology.cluster",
 }
 
 __all__ = [
     "BatchError",
+    "CaptureWarning",
     "Cluster",
     "ClusterError",
     "CompileError",
@@ -50,6 +54,7 @@ __all__ = [
     "TraceError",
     "UnsupportedJax",
     "parallelize",
+    "sharding_rule",
 ]
 
 

@@ -73,6 +73,10 @@ class CompileError(LensjaxError, RuntimeError):
     code = "compile"
 
 
+class CaptureWarning(UserWarning):
+    """A step closes over an array that is large, or that has changed since the step was traced."""
+
+
 class UsageError(LensjaxError, ValueError):
     """A command line that cannot be carried out as written."""
 

@@ -7,6 +7,7 @@ used, never at import of the package, and names the supported range when somethi
 from __future__ import annotations
 
 import functools
+import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,25 @@ def check_version() -> None:
         )
 
 
+def numerics() -> tuple[Any, ...]:
+    """The settings of JAX under which a function traces to other equations or numbers: part of what a call is."""
+    config: Any = jax.config
+    return (
+        *settings(),
+        bool(config.jax_threefry_partitionable),
+        str(config.jax_numpy_dtype_promotion),
+        str(config.jax_default_matmul_precision),
+    )
+
+
 def settings() -> tuple[bool, str]:
     """(whether 64-bit types are on, the default PRNG implementation): what changes a program's numbers."""
     config: Any = jax.config
     return bool(config.jax_enable_x64), str(config.jax_default_prng_impl)
 
+
+# Frames of the code that traces the user's function are not the user's.
+_TRACERS = tuple(os.path.join(os.path.dirname(__file__), part, "") for part in ("program", "execute"))
 
 # ---- jaxprs -------------------------------------------------------------------------------------------------------
 # jax 0.10 has ClosedJaxpr (a Jaxpr and its constants); jax 0.12 has one class for both, with a legacy `.jaxpr`.
@@ -95,8 +110,10 @@ def user_line(eqn: Any) -> str:
     """`file.py:12` of the user's code that made this equation, or an empty string."""
     from jax._src import source_info_util
 
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_TRACERS):
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
 
 
 def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
@@ -104,6 +121,12 @@ def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
     from jax._src import effects
 
     return tuple(e for e in open_jaxpr(jaxpr).effects if effects.ordered_effects.contains(e))
+
+
+def jit_disabled() -> bool:
+    """Whether the user runs everything operation by operation (`jax.disable_jit`)."""
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
 
 
 def deleted_argument_aborts() -> bool:

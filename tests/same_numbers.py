@@ -40,14 +40,18 @@ def difference(metrics, reference) -> Difference:
 
 
 def get(family: str, state):
-    """The values of a state, on the host; keys as they are."""
+    """The values of a state, on the host; copies of keys."""
     values = nnx.state(state) if FAMILIES[family].form == "modules" else state
-    key = lambda x: jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-    return [x if key(x) else np.array(x) for x in jax.tree.leaves(values)]
+    return [jnp.copy(x) if is_key(x) else np.array(x) for x in jax.tree.leaves(values)]
+
+
+def is_key(x) -> bool:
+    return jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def put(family: str, state, values):
-    """The state with these values; modules get them in place."""
+    """The state with these values; modules get them in place. Keys are copied: a step gives its state up."""
+    values = [jnp.copy(x) if is_key(x) else x for x in values]
     if FAMILIES[family].form != "modules":
         return jax.tree.unflatten(jax.tree.structure(state), values)
     nnx.update(state, jax.tree.unflatten(jax.tree.structure(nnx.state(state)), values))

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 
-from lensjax._errors import BatchError, LensjaxError, StateError
+from lensjax import _jax
+from lensjax._errors import BatchError, StateError
+from lensjax.program.edit import all_equations
+from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
 from lensjax.program.trace import Call, abstract, same, unfixed
 
@@ -18,11 +21,17 @@ def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     if dead:
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
         raise StateError(
-            f"{dead[0]}{more} was donated to an earlier call and is gone",
+            f"{dead[0]}{more} {'was' if len(dead) == 1 else 'were'} donated to an earlier call and "
+            f"{'is' if len(dead) == 1 else 'are'} gone",
             hint="go on with the state that the call returned (state, metrics = step(state, batch)), or use "
             "parallelize(donate=False) to keep the old one",
             code="donated",
         )
+
+
+def traced(leaves: Sequence[Any]) -> bool:
+    """Whether the step is called inside another program that JAX is tracing."""
+    return any(isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def check_state(old: Program, call: Call) -> None:
@@ -30,9 +39,8 @@ def check_state(old: Program, call: Call) -> None:
 
     It looks at the arguments only: a changed state usually makes the step itself fail, in less helpful words.
     """
-    before = {a.path: a for a in old.arguments if a.role not in ("batch", "constant")}
-    batch = {a.path for a in old.arguments if a.role == "batch"}
-    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves) if p not in batch}
+    before = {a.path: a for a in old.arguments if a.role != "constant"}
+    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves)}
     gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
     if gone or come:
         lost = f"{gone[0]} is missing" if gone else ""
@@ -44,15 +52,42 @@ def check_state(old: Program, call: Call) -> None:
         )
     for path, a in before.items():
         b = after[path]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
+        if a.role != "batch" and (a.shape, a.dtype) != (b.shape, b.dtype):
             raise StateError(
                 f"the state changed between calls: {path} was {a.dtype}{list(a.shape)} and is {b.dtype}{list(b.shape)}",
                 hint="a step and its plan belong to one set of shapes: decorate the function again for another one",
             )
 
 
-def another(old: Program, new: Program) -> str:
-    """In what a call differs from the one that was compiled: the first thing that makes it another signature."""
+# A step is traced twice and rewritten equation by equation: above this it takes minutes where a loop takes seconds.
+MANY_EQUATIONS = 20_000
+
+
+def advice(program: Program) -> list[str]:
+    """What a user should know about a program before it is planned."""
+    notes = []
+    count = sum(1 for _ in all_equations(program.jaxpr))
+    if count > MANY_EQUATIONS:
+        notes.append(
+            f"the step has {count} equations: tracing, planning and compiling grow with them. Put the repeated layers "
+            "in a loop (jax.lax.scan, nn.scan, nnx.scan)"
+        )
+    for kernel in opaque(program.jaxpr):
+        notes.append(
+            f"{kernel} has no rule that says how it splits: every device computes it whole "
+            "(lensjax.sharding_rule attaches one)"
+        )
+    return notes
+
+
+def another(old: Program, new: Program, numerics: bool = False) -> str:
+    """In what a call differs from the one that was compiled: the first thing that makes it another signature.
+
+    `numerics`: whether JAX's settings changed in between.
+    """
+    if numerics:
+        x64, prng = _jax.settings()
+        return f"another signature: JAX's settings changed (now x64 {'on' if x64 else 'off'}, PRNG {prng})"
     if old.batch.size != new.batch.size:
         return f"another signature: the batch is {new.batch.size}"
     before = dict(zip(old.call.paths, map(abstract, old.call.leaves)))
@@ -85,10 +120,3 @@ def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence
                 f"{a.shape} is {wanted}",
                 hint="each process passes its own rows along the batch dimension, the same number in each process",
             )
-
-
-def explain_failure(failure: Exception, executable: Any) -> Exception:
-    """The error to raise for a call that failed although its arguments fit."""
-    if isinstance(failure, LensjaxError):
-        return failure
-    return failure

@@ -20,6 +20,7 @@ from lensjax._errors import CompileError
 from lensjax.execute.place import place
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
+from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
 from lensjax.program.trace import matching_leaves
 
@@ -31,7 +32,7 @@ class OtherSignature(Exception):
 @dataclasses.dataclass(frozen=True)
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
-    `guarded`: arguments that were given up must be found before JAX sees them."""
+    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -39,16 +40,25 @@ class Executable:
     direct: bool
     captured: tuple[jax.Array, ...]
     guarded: bool
+    numerics: tuple[Any, ...]
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         return self._lower(shapes(self.emitted))
 
     def _lower(self, leaves: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
-        if not self.direct:
-            return self.jitted.lower(*leaves)
-        args, _ = self.emitted.program.call.rebuild(leaves)
-        return self.jitted.lower(*args)
+        args = self.emitted.program.call.rebuild(leaves)[0] if self.direct else leaves
+        try:
+            return self.jitted.lower(*args)
+        except ValueError as e:
+            kernels = [k for k in opaque(self.emitted.program.jaxpr) if k.kind == "pallas kernel"]
+            if not kernels:
+                raise
+            raise CompileError(
+                f"{kernels[0]} does not compile for {jax.default_backend()}: {str(e).splitlines()[0]}",
+                hint="run it where it is at home, interpret it here (pallas_call(..., interpret=True)), or only look: "
+                "step.plan_for(...)",
+            ) from e
 
     def prepare(self, leaves: list[Any]) -> None:
         """Compiles for a call with these leaves, before the call could give up the state's buffers.
@@ -83,24 +93,36 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
         if self.direct:
-            if kwargs or (self.guarded and self._given_up(args)):
+            if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
             return self.jitted(*args)
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
-        if leaves is None or (self.guarded and self._given_up(tuple(leaves))):
+        if leaves is None or (self.emitted.donated and self._unsafe(leaves)):
             raise OtherSignature
         return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
 
-    def _given_up(self, args: tuple[Any, ...]) -> bool:
-        """Whether an argument was donated to an earlier call."""
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args))
+    def _unsafe(self, leaves: list[Any]) -> bool:
+        """Whether XLA must not see these arguments: a buffer that stands twice and is given up, or was given up before,
+        ends the process in some releases instead of raising."""
+        if len(set(map(id, leaves))) < len(leaves) and self.shared(leaves):
+            return True
+        return self.guarded and any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+    def shared(self, leaves: list[Any]) -> bool:
+        """Whether a donated array stands among the arguments a second time."""
+        places: dict[int, list[int]] = {}
+        for i, x in enumerate(leaves):
+            if isinstance(x, jax.Array):
+                places.setdefault(id(x), []).append(i)
+        donated = set(self.emitted.donated)
+        return any(len(where) > 1 and donated.intersection(where) for where in places.values())
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The call's array leaves, None when the call is not one for this executable."""
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
         try:
             if leaves is not None:
-                _check(self.emitted, leaves)
+                _check(self.emitted, leaves, self.numerics)
         except OtherSignature:
             return None
         return leaves
@@ -125,7 +147,7 @@ def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donat
     direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
-    return Executable(fn, emitted, jitted, direct, captured, guarded)
+    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics())
 
 
 def _has_kwargs(program: Program) -> bool:
@@ -147,8 +169,10 @@ def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, 
 
 
 def _flat(emitted: Emitted) -> Any:
+    numerics = _jax.numerics()
+
     def step(*leaves):
-        _check(emitted, leaves)
+        _check(emitted, leaves, numerics)
         return emitted.run(*leaves)
 
     return jax.jit(
@@ -162,12 +186,13 @@ def _flat(emitted: Emitted) -> Any:
 
 def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
     call, out_tree = emitted.program.call, emitted.program.out_tree
+    numerics = _jax.numerics()
 
     def step(*args):
         leaves, tree = jax.tree.flatten((args, {}))
         if tree != call.tree:
             raise OtherSignature
-        _check(emitted, leaves)
+        _check(emitted, leaves, numerics)
         return jax.tree.unflatten(out_tree, emitted.run(*leaves))
 
     in_shardings, _ = call.rebuild(emitted.arguments)
@@ -180,8 +205,10 @@ def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
     )
 
 
-def _check(emitted: Emitted, leaves: Any) -> None:
-    """While tracing: the leaves must have the program's types."""
+def _check(emitted: Emitted, leaves: Any, numerics: tuple[Any, ...]) -> None:
+    """While tracing: the leaves must have the program's types. (JAX traces again when a setting changes.)"""
+    if numerics != _jax.numerics():
+        raise OtherSignature
     invars = _jax.open_jaxpr(emitted.program.jaxpr).invars
     for leaf, v in zip(leaves, invars):
         aval = jax.typeof(leaf)

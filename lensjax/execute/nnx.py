@@ -79,12 +79,14 @@ class Values:
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """A `tree` whose modules were replaced by their values. `places`: where each value lies (a Variable, or the bare
-    array that a module holds); `refs`: the graph's own numbering of its objects."""
+    array that a module holds; `plain` where there are only Variables); `refs`: the graph's own numbering of its
+    objects."""
 
     tree: Any
     structure: Structure
     places: tuple[Any, ...]
     refs: Any
+    plain: bool
 
 
 def holds_modules(fn: Any, *trees: Any) -> bool:
@@ -132,10 +134,11 @@ def take(tree: Any, known: Structure | None = None) -> Taken:
     graphdef, state = nnx.flatten(tuple(flat[i] for i in where), ref_index=refs, graph=True)
     if known is None or not _equal(known.graphdef, graphdef):
         known = Structure(graphdef, _names(len(where), state.paths))
-    inner = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in state.leaves]
+    held = [isinstance(x, nnx.Variable) for x in state.leaves]
+    inner = [x.get_raw_value() if h else x for h, x in zip(held, state.leaves)]
     for i, values in zip(where, known.group(inner)):
         flat[i] = values
-    return Taken(jax.tree.unflatten(treedef, flat), known, tuple(state.leaves), refs)
+    return Taken(jax.tree.unflatten(treedef, flat), known, tuple(state.leaves), refs, all(held))
 
 
 def _names(count: int, paths: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
@@ -163,7 +166,7 @@ def write(taken: Taken, values: Sequence[Values]) -> None:
     nnx = _nnx()
     new = [x for v in sorted(values, key=lambda v: v.index) for x in v.leaves]
     structure = values[0].structure
-    if structure == taken.structure and all(isinstance(v, nnx.Variable) for v in taken.places):
+    if taken.plain and structure == taken.structure:
         for variable, leaf in zip(taken.places, new):
             variable.set_raw_value(leaf)
         return

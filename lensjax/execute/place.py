@@ -39,7 +39,9 @@ def place(leaf: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array
     """
     if isinstance(leaf, bool | int | float | complex):
         return jax.device_put(leaf, sharding)  # which keeps its weak type
-    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+    # On one device, another kind of sharding is the same place but another type: JAX would compile again.
+    same = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
+    if same and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf
     moved = _move(leaf, sharding)
     return jax.numpy.copy(moved) if own else moved

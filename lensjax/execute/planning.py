@@ -11,18 +11,21 @@ import jax
 
 from lensjax import __version__, _jax
 from lensjax._errors import PlanError
+from lensjax.cost.price import price
+from lensjax.execute.options import check
 from lensjax.plan.grammar import is_file
-from lensjax.plan.pins import normalize
+from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
+from lensjax.plan.validate import validate
 from lensjax.program.program import Program
-from lensjax.search.presets import preset
-from lensjax.search.price import Candidate, Choice, choose, price, tier_names
+from lensjax.search.choose import Candidate, Choice, choose, tier_names
+from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `parallelize` was given; see there."""
+    """What `parallelize` was given; see there. Raises a LensjaxError for what cannot be meant."""
 
     cluster: Any = None
     memory: float | None = None
@@ -32,6 +35,9 @@ class Options:
     batch_axes: Any = None
     donate: bool = True
     report: Any = None
+
+    def __post_init__(self):
+        check(self)
 
 
 def cluster_for(spec: Any) -> Cluster:
@@ -72,12 +78,21 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
         plan = price(program, plan, cluster)
         choice = Choice(plan, (Candidate(given, plan),), limit)
     else:
-        plan = given if isinstance(given, Plan) else Plan.load(pathlib.Path(given))
-        check_plan(program, cluster, plan)
-        plan = plan if plan.predicted is not None else price(program, plan, cluster)
+        plan = _given(program, cluster, given, pins)
         return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
     plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
     return dataclasses.replace(choice, plan=plan)
+
+
+def _given(program: Program, cluster: Cluster, given: Any, pins: Sequence[Pin]) -> Plan:
+    """A plan file or a Plan, checked and with the pins applied. It is priced anew: it may have been edited, and what
+    it once predicted was for the old fields."""
+    plan = given if isinstance(given, Plan) else Plan.load(pathlib.Path(given))
+    plan = validate(plan, layers=[n.name for n in program.layers], tiers=[t.name for t in cluster.tiers])
+    check_plan(program, cluster, plan)
+    if pins:
+        plan = plan.replace(leaves=pinned(program, pins, plan.leaves, plan.mesh.shape))
+    return price(program, plan, cluster)
 
 
 def check_plan(program: Program, cluster: Cluster, plan: Plan) -> None:

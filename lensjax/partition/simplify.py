@@ -86,7 +86,7 @@ class _Simplifier:
         if node.name == "sdy.collective_permute":
             before, after = (self.values[v].spec for v in (node.inputs[0], node.outputs[0]))
             moved = [a for b, c in zip(before, after, strict=True) if b != c for a in (*b, *c)]
-            return tuple(dict.fromkeys(moved))
+            return _united(tuple(dict.fromkeys(moved)))
         if node.name in _AXES_ATTRIBUTE:
             return axes_in(node.attributes[_AXES_ATTRIBUTE[node.name]])
         return axes_of_groups(*next(iter(node.attributes.items())), dict(self.mesh))
@@ -220,3 +220,9 @@ def payload(node: Node, values: Sequence[Value]) -> float:
     if node.name in COLLECTIVES:
         return sum(values[v].bytes for v in node.inputs)
     raise PartitionError(f"{node.name} is not a collective")
+
+
+def _united(axes: Axes) -> Axes:
+    """Several parts of one mesh axis, or a part beside the whole, as the whole axis: a permutation moves within it."""
+    names = [a.partition(":")[0] for a in axes]
+    return tuple(dict.fromkeys(n if names.count(n) > 1 else a for n, a in zip(names, axes)))

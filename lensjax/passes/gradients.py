@@ -14,14 +14,8 @@ from typing import Any
 from lensjax import _jax
 from lensjax.plan.plan import Spec
 from lensjax.program.edit import body_operands, is_var, shape_of
+from lensjax.program.flow import ELEMENTWISE
 from lensjax.program.program import Program
-
-_ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
-    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
-    ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint
-    sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
 
 
 def gradient_pins(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spec]:
@@ -89,6 +83,6 @@ class _Index:
         same = [a for a in eqn.invars if is_var(a) and shape_of(a) == shape_of(var)]
         if name == "optimization_barrier":
             return False, [(eqn.invars[i], spec)]
-        if name in _ELEMENTWISE and same:
+        if name in ELEMENTWISE and same:
             return False, [(a, spec) for a in same]
         return True, []

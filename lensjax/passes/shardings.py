@@ -80,8 +80,14 @@ def check_batch(program: Program, plan: Plan) -> None:
         sizes = f"{below} or {above}" if below else str(above)
         raise BatchError(
             f"the batch of {n} does not divide into {parts} equal parts (mesh axes {', '.join(batch_axes(plan))})",
-            hint=f"the nearest sizes that do: {sizes}",
+            hint=f"the nearest sizes that do: {sizes}. The batch was taken to be {_where(program)}; "
+            "if it is not, name it: parallelize(batch_argnums=..., batch_axes=...)",
         )
+
+
+def _where(program: Program) -> str:
+    first = next(a for a in program.arguments if a.batch_axis is not None)
+    return f"dimension {first.batch_axis} of {first.path}"
 
 
 def _checked(plan: Plan, path: str, shape: tuple[int, ...], spec: Spec) -> Spec:

@@ -16,6 +16,9 @@ from lensjax._errors import PlanError
 
 NAMES = ("dp", "zero1", "fsdp", "hsdp", "tp", "tp_sp", "ep")
 
+# The mesh axes that presets make (hsdp splits over "fsdp", tp_sp over "tp").
+AXES = ("dp", "zero1", "fsdp", "tp", "ep")
+
 
 @dataclasses.dataclass(frozen=True)
 class Term:
@@ -32,12 +35,18 @@ def parse(text: str, devices: int) -> tuple[Term, ...]:
     `fsdp:once` / `fsdp:again` choose how weights are gathered (default: again). A single name without a size takes all
     devices. Raises PlanError.
     """
+    return _fill(read(text), devices, text)
+
+
+def read(text: str) -> list[tuple[str, int | None, str | None]]:
+    """(name, size, gather) of each term as written: what can be said without the devices. Raises PlanError."""
     terms: list[tuple[str, int | None, str | None]] = []
     for part in text.split(","):
         m = re.fullmatch(r"\s*([a-z0-9_]+)(?::(once|again))?\s*(?:=\s*(\d+))?\s*", part)
         if not m or m[1] not in NAMES:
+            found = f"the plan {text!r}" if part == text else f"{part.strip()!r} in the plan {text!r}"
             raise PlanError(
-                f"{part.strip()!r} in the plan {text!r} is not a preset",
+                f"{found} is not a preset",
                 hint="write names joined by commas, each with an optional size, as in 'dp=2,fsdp=4'; names: "
                 + " ".join(NAMES),
             )
@@ -49,7 +58,7 @@ def parse(text: str, devices: int) -> tuple[Term, ...]:
         raise PlanError(f"a preset stands twice in {text!r}", hint="each name may stand once")
     if any(s == 0 for _, s, _ in terms):
         raise PlanError(f"a size of 0 in {text!r}")
-    return _fill(terms, devices, text)
+    return terms
 
 
 def _fill(terms: list[tuple[str, int | None, str | None]], devices: int, text: str) -> tuple[Term, ...]:

@@ -7,14 +7,15 @@ dimension that differs is the batch. Nothing is assumed about names or positions
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 
 from lensjax import _jax
-from lensjax._errors import BatchError, TraceError
+from lensjax._errors import BatchError, PartitionError, TraceError, UnsupportedJax
 from lensjax.program.edit import bodies, is_var
+from lensjax.program.logical import logical_axes
 from lensjax.program.trace import Traced, abstract, trace_call
 
 
@@ -23,7 +24,7 @@ class Batch:
     """The batch of a step.
 
     `size`: N; `axes`: {argument index: dimension}; `dims`: {variable: dimensions whose size depends on N}, at every
-    depth; `small`: the size of the second trace; `reason`: why `dims` is empty, when no second trace succeeded.
+    depth; `small`: the size of the second trace; `reason`: why there is none, and where `dims` come from then.
     """
 
     size: int
@@ -49,11 +50,14 @@ def find_batch(
     candidates: Sequence[int],
     unused: Set[int] = frozenset(),
     axes: dict[int, int] | None = None,
+    accept: Callable[[Batch], bool] = lambda batch: True,
 ) -> Batch:
     """Finds the batch among the argument leaves `candidates` (indices), or takes `axes` as told.
 
     Leaves in `unused` play no part in the results (labels of a loss whose gradient does not need them): they are
     resized with their group, but are no batch of their own.
+
+    `accept(batch)` has the last word on a group that could be resized.
 
     Groups of equal size along axis 0 are tried first, then along axis 1, each alone. Raises BatchError, saying what was
     seen, when none or more than one group can be resized.
@@ -73,7 +77,10 @@ def find_batch(
                 continue
             attempt = {i: axis for i in members}
             try:
-                found.append(_attempt(fn, traced, attempt, size))
+                one = _attempt(fn, traced, attempt, size)
+                if not accept(one):
+                    raise _Mismatch("the step loops over it, and computes nothing with it as a whole")
+                found.append(one)
             except _Mismatch as e:
                 names = ", ".join(traced.call.paths[i] for i in members)
                 tried.append(f"  axis {axis}, size {size} ({names}): {e}")
@@ -105,7 +112,32 @@ def _told(fn: Callable, traced: Traced, axes: dict[int, int]) -> Batch:
     try:
         return _attempt(fn, traced, axes, size)
     except _Mismatch as e:
-        return Batch(size, dict(axes), {}, None, f"the step could not be traced at a second batch size: {e}")
+        why = f"the step could not be traced at a second batch size: {e}"
+        try:
+            dims = dims_by_rules(traced, axes)
+        except (PartitionError, UnsupportedJax) as other:
+            return Batch(size, dict(axes), {}, None, f"{why}; and the partitioner cannot follow it: {other.message}")
+        return Batch(size, dict(axes), dims, None, f"{why}; the partitioner's rules follow it through the step instead")
+
+
+def dims_by_rules(traced: Traced, axes: Mapping[int, int]) -> dict[Any, tuple[int, ...]]:
+    """{variable: its batch dimensions} without a second trace: those that Shardy's rule for some operation ties to the
+    batch dimension of an argument.
+
+    It knows less than two traces: a dimension of another argument that is tied to the batch (a weight per example) is
+    left out, and a size that depends on the batch in another way is not seen.
+    """
+    inner = _jax.open_jaxpr(traced.jaxpr)
+    paths = [*traced.call.paths, *(f"captured/{i}" for i in range(len(traced.captured)))]
+    logical = logical_axes(traced.jaxpr, paths, axes)
+    batch = {i for i, name in enumerate(logical.names) if name == "batch"}
+    others = {v for i, v in enumerate(inner.invars) if i not in axes}
+    found = {
+        v: tuple(d for d, dimension in enumerate(dimensions) if batch.intersection(dimension))
+        for v, dimensions in logical.dims.items()
+        if v not in others
+    }
+    return {v: dims for v, dims in found.items() if dims}
 
 
 def _names(traced: Traced, axes: dict[int, int]) -> str:

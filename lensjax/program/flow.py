@@ -11,6 +11,14 @@ from typing import Any
 from lensjax import _jax
 from lensjax.program.edit import body_operands, is_var
 
+# Equations that work element by element: the shape stays, and each element has its own history.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
+    ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+
 
 def dependencies(jaxpr: Any, passes: Callable[[Any], bool] = lambda eqn: True) -> dict[Any, int]:
     """For every variable, at every depth, the bit set of top-level arguments that it depends on.

@@ -23,9 +23,9 @@ from lensjax._errors import BatchError
 from lensjax.program.batch import Batch, find_batch
 from lensjax.program.edit import bodies, is_var
 from lensjax.program.flow import compute_arguments, dependencies
-from lensjax.program.layers import Layer, find_layers
+from lensjax.program.layers import Layer, find_layers, scanned_leading
 from lensjax.program.logical import Logical, logical_axes
-from lensjax.program.roles import Argument, added_to, is_key, match_state, raw_keys, split_gradients, tie
+from lensjax.program.roles import Argument, Matches, added_to, is_key, match_state, raw_keys, tie
 from lensjax.program.trace import Call, Traced, abstract, trace
 
 
@@ -94,26 +94,48 @@ def analyze(
     first = time.perf_counter()
     inner = _jax.open_jaxpr(traced.jaxpr)
     deps = dependencies(traced.jaxpr)
-    state = match_state(traced, deps)
     keys = raw_keys(traced) | {i for i, v in enumerate(inner.invars) if is_key(v.aval)}
     told = _told_axes(traced.call, args, batch_argnums, batch_axes)
-    used = {a for e in inner.eqns for a in e.invars if is_var(a)}
-    candidates = [i for i in range(len(traced.call.leaves)) if i not in state and i not in keys]
-    unused = {i for i in candidates if inner.invars[i] not in used}
+    matches = match_state(traced, deps, told or ())
     found = time.perf_counter()
-    batch = find_batch(fn, traced, candidates, unused, told)
+    batch = _batch(fn, traced, matches, keys, told)
     second = time.perf_counter()
-    program = _assemble(traced, batch, deps, state, keys)
+    program = _assemble(traced, batch, deps, matches, keys)
     if seconds is not None:
         seconds["trace"] = (first - start) + (second - found)
         seconds["analysis"] = (found - first) + (time.perf_counter() - second)
     return program
 
 
-def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matched: dict[int, int], keys: set[int]) -> Program:
+def _batch(fn: Callable, traced: Traced, matches: Matches, keys: set[int], told: dict[int, int] | None) -> Batch:
+    """The batch, among what is neither state nor a key. What looks like the source of a gradient is tried only when
+    nothing else is the batch: then it was the batch, and the result a reconstruction of it."""
+    inner = _jax.open_jaxpr(traced.jaxpr)
+    used = {a for e in inner.eqns for a in e.invars if is_var(a)}
+    outside = [i for i in range(len(traced.call.leaves)) if i not in matches.state and i not in keys]
+    unused = {i for i in outside if inner.invars[i] not in used}
+    others = [i for i in outside if i not in matches.alike]
+
+    def accept(batch: Batch) -> bool:
+        """A dimension that a loop runs over, and that nothing is computed with beside other arguments, is no batch."""
+        looped = any(0 in batch.dims.get(v, ()) for v in scanned_leading(inner))
+        needed = compute_arguments(traced.jaxpr, lambda v: v in batch.dims) if looped else set()
+        return not looped or any(
+            v in needed for i, v in enumerate(inner.invars) if i not in batch.axes and v.aval.shape
+        )
+
+    try:
+        return find_batch(fn, traced, others, unused, told, accept)
+    except BatchError:
+        if told is not None or len(others) == len(outside):
+            raise
+        return find_batch(fn, traced, outside, unused, told, accept)
+
+
+def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matches: Matches, keys: set[int]) -> Program:
     is_batch = lambda v: v in batch.dims
     needed = compute_arguments(traced.jaxpr, is_batch)
-    state, gradients, donate = split_gradients(traced, matched, is_batch)
+    state = matches.state
     inner = _jax.open_jaxpr(traced.jaxpr)
     count = len(traced.call.leaves)
 
@@ -153,8 +175,8 @@ def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matched: dict[
         call=traced.call,
         captured=traced.captured,
         out_tree=traced.out_tree,
-        gradients=gradients,
-        donate=donate,
+        gradients={i: o for i, o in matches.alike.items() if i in parameters},
+        donate=bool(matches.replaced),
         compute=frozenset(needed),
         depends=deps,
     )

@@ -12,7 +12,7 @@ other       counters, statistics, scales, schedules
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from lensjax import _jax
 from lensjax.program.edit import all_equations, is_var
-from lensjax.program.flow import dependencies, touches
+from lensjax.program.flow import ELEMENTWISE, dependencies
 from lensjax.program.trace import Traced
 
 Role = Literal["parameter", "optimizer", "batch", "key", "constant", "other"]
@@ -52,30 +52,81 @@ def itemsize(dtype: Any) -> int:
     return jnp.dtype(dtype).itemsize if not jnp.issubdtype(dtype, jax.dtypes.prng_key) else 8
 
 
-def match_state(traced: Traced, deps: dict[Any, int]) -> dict[int, int]:
-    """{argument index: result index} of the leaves that come back: whole argument subtrees whose structure, shapes and
-    dtypes stand again in the results, the best data flow first, each result used once."""
+@dataclasses.dataclass(frozen=True)
+class Matches:
+    """Arguments and results of equal structure. {argument index: result index} each.
+
+    state      the result is the argument's next value: made from it element by element (and from whatever else)
+    alike      it only has the same structure: a gradient, a reconstruction
+    replaced   indices of state that an update is added to: its old buffers are of no more use
+    """
+
+    state: dict[int, int]
+    alike: dict[int, int]
+    replaced: frozenset[int]
+
+
+def match_state(traced: Traced, deps: dict[Any, int], batch: Collection[int] = ()) -> Matches:
+    """Finds, for whole argument subtrees, the results of the same paths, shapes and dtypes. Each result is used once:
+    the largest subtrees first, then those that are most of all made from their own argument. Arguments in `batch` are
+    left out."""
     paths, n = traced.call.paths, len(traced.call.paths)
-    invars = _jax.open_jaxpr(traced.jaxpr).invars
-    outvars = _jax.open_jaxpr(traced.jaxpr).outvars
-    # Candidate subtrees: every prefix of the argument and result paths, largest first.
-    arg_groups = _subtrees([p.split("/") for p in paths])
-    out_groups = _subtrees([p.split("/") if p else [] for p in traced.out_paths])
+    inner = _jax.open_jaxpr(traced.jaxpr)
     by_signature: dict[Any, list[tuple[int, ...]]] = {}
-    for prefix, members in out_groups.items():
-        by_signature.setdefault(_signature(prefix, members, traced.out_paths, outvars), []).append(tuple(members))
-    matched: dict[int, int] = {}
-    used: set[int] = set()
-    for prefix, members in sorted(arg_groups.items(), key=lambda kv: (-len(kv[1]), len(kv[0]))):
-        if any(i in matched for i in members) or any(i >= n for i in members):
+    for prefix, members in _subtrees([p.split("/") if p else [] for p in traced.out_paths]).items():
+        signature = _signature(prefix, members, traced.out_paths, inner.outvars)
+        by_signature.setdefault(signature, []).append(tuple(members))
+    score = _Score(traced, deps)
+    pairs = []
+    for prefix, members in _subtrees([p.split("/") for p in paths]).items():
+        if any(i >= n or i in batch for i in members):
             continue
-        options = [o for o in by_signature.get(_signature(prefix, members, paths, invars), []) if not used & set(o)]
-        options = [o for o in options if _flows(members, o, outvars, deps)]
-        if options:
-            best = max(options, key=lambda o: _affinity(members, o, paths, traced.out_paths, outvars, deps))
-            matched.update(zip(members, best))
-            used.update(best)
-    return matched
+        for outs in by_signature.get(_signature(prefix, members, paths, inner.invars), ()):
+            if (found := score.of(members, outs)) is not None:
+                pairs.append((-len(members), tuple(-x for x in found), len(prefix), tuple(members), outs))
+    own, alike = {}, {}
+    used: set[int] = set()
+    for into, wanted in ((own, True), (alike, False)):
+        for _, found, _, members, outs in sorted(pairs):
+            fits = (found[1] < 0) == wanted
+            if fits and not used & set(outs) and not any(i in own or i in alike for i in members):
+                into.update(zip(members, outs))
+                used.update(outs)
+    kept = frozenset(i for i, o in own.items() if score.keeps(i, o))
+    return Matches(own, alike, kept)
+
+
+class _Score:
+    """How much a result is the next value of an argument."""
+
+    def __init__(self, traced: Traced, deps: dict[Any, int]):
+        inner = _jax.open_jaxpr(traced.jaxpr)
+        self.outvars, self.deps = inner.outvars, deps
+        self.paths, self.out_paths = traced.call.paths, traced.out_paths
+        self.kept = dependencies(traced.jaxpr, lambda e: e.primitive.name in _KEEPS)
+        self.each = dependencies(traced.jaxpr, lambda e: e.primitive.name in ELEMENTWISE | _KEEPS)
+        # Arguments that a matmul, a loop, ... reads: what a step trains, against what it only falls back to.
+        skip = ELEMENTWISE | {"cond", "while"}
+        self.read = {a for e in inner.eqns if e.primitive.name not in skip for a in e.invars if is_var(a)}
+        self.invars = inner.invars
+
+    def keeps(self, i: int, out: int) -> bool:
+        integer = not jnp.issubdtype(self.invars[i].aval.dtype, jnp.inexact)
+        return integer or bool(_dep(self.outvars[out], self.kept) >> i & 1)
+
+    def of(self, members: Sequence[int], outs: Sequence[int]) -> tuple[int, ...] | None:
+        """(leaves that are kept and added to, leaves made element by element from their own, leaves that are read,
+        leaves that depend on their own, leaves of the argument's name); None when nothing depends on its own
+        argument."""
+        pairs = list(zip(members, outs))
+        flows = sum(_dep(self.outvars[o], self.deps) >> i & 1 for i, o in pairs)
+        if not flows:
+            return None
+        kept = sum(_dep(self.outvars[o], self.kept) >> i & 1 for i, o in pairs)
+        each = sum(_dep(self.outvars[o], self.each) >> i & 1 for i, o in pairs)
+        read = sum(self.invars[i] in self.read for i in members)
+        named = sum(self.paths[i].split("/")[0] in self.out_paths[o].split("/") for i, o in pairs)
+        return kept, each, read, flows, named
 
 
 def _subtrees(split: Sequence[Sequence[str]]) -> dict[tuple[str, ...], list[int]]:
@@ -95,62 +146,15 @@ def _signature(prefix: tuple[str, ...], members: Sequence[int], paths: Sequence[
     return tuple(one(i) for i in members)
 
 
-def _flows(members: Sequence[int], outs: Sequence[int], outvars: Sequence[Any], deps: dict[Any, int]) -> bool:
-    """At least one leaf of the results depends on its own argument (else equal shapes are a coincidence, as for
-    gradients, which depend on the parameters too but are told apart by `_affinity` and by what else is returned)."""
-    return any(_dep(outvars[o], deps) >> i & 1 for i, o in zip(members, outs))
-
-
 def _dep(atom: Any, deps: dict[Any, int]) -> int:
     return deps.get(atom, 0) if is_var(atom) else 0
 
 
-def _affinity(
-    members: Any, outs: Any, paths: Any, out_paths: Any, outvars: Any, deps: dict[Any, int]
-) -> tuple[int, int]:
-    own = sum(_dep(outvars[o], deps) >> i & 1 for i, o in zip(members, outs))
-    named = sum(paths[i].split("/")[0] in out_paths[o].split("/") for i, o in zip(members, outs))
-    return own, named
-
-
 # Through these a value stays what it is: a parameter plus its update is the parameter's next value.
-_KEEPS = {
-    "add",
-    "sub",
-    "add_any",
-    "select_n",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "optimization_barrier",
-    "transpose",
-}
-
-
-def split_gradients(
-    traced: Traced, state: dict[int, int], is_batch: Callable[[Any], bool]
-) -> tuple[dict[int, int], dict[int, int], bool]:
-    """Tells state that comes back from results that only look like it: the gradients of parameters.
-
-    A next value is made from the old one by equations without a batch dimension; a gradient depends on its parameter
-    only through the batch. Returns (state, {parameter index: result index} of gradients, whether the state may be
-    donated): a regularised gradient g + c p cannot be told from p (1 - c) - g, so state is donated only if some leaf
-    of it is kept and added to, or it holds more than parameters.
-    """
-    inner = _jax.open_jaxpr(traced.jaxpr)
-    free = dependencies(traced.jaxpr, lambda e: not touches(e, is_batch))
-    kept = dependencies(traced.jaxpr, lambda e: e.primitive.name in _KEEPS)
-    own = {i for i, o in state.items() if _dep(inner.outvars[o], free) >> i & 1}
-    groups: dict[str, list[int]] = {}
-    for i in state:
-        groups.setdefault(traced.call.paths[i].split("/")[0], []).append(i)
-    gradients = {i: state[i] for members in groups.values() if not own & set(members) for i in members}
-    comes_back = {i: o for i, o in state.items() if i not in gradients}
-    donate = any(
-        _dep(inner.outvars[o], kept) >> i & 1 or not jnp.issubdtype(inner.invars[i].aval.dtype, jnp.inexact)
-        for i, o in comes_back.items()
-    )
-    return comes_back, gradients, donate
+_KEEPS = frozenset(
+    """add sub add_any select_n convert_element_type copy reshape optimization_barrier transpose
+    sharding_constraint""".split()
+)
 
 
 def added_to(traced: Traced, state: dict[int, int]) -> set[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import pathlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,24 @@ import numpy as np
 from lensjax import _jax
 from lensjax._errors import TraceError
 from lensjax.program.inline import inline
+
+# Frames below this folder are ours, not the user's.
+_PACKAGE = str(pathlib.Path(__file__).parent.parent) + os.sep
+
+_BARE = (
+    "names mesh axes without a mesh",
+    "a PartitionSpec alone means nothing outside jax.set_mesh: leave it out and let the plan decide, or give a "
+    "NamedSharding (a shard_map: mesh=) on a mesh with the plan's axes",
+)
+# What other libraries say (words in their errors, which have several types): what it means here, and what to do.
+_KNOWN = {
+    "different trace level": (
+        "updates an NNX module that is not among its arguments",
+        "pass every module, optimizer and stream of keys that the step updates as an argument",
+    ),
+    "mesh in context": _BARE,
+    "context mesh cannot be empty": _BARE,
+}
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)
 
@@ -80,10 +100,24 @@ def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             statics.append((name, leaf))
             dynamic.append(False)
         else:
+            _check_shape(name, leaf)
             leaves.append(leaf)
             paths.append(name)
             dynamic.append(True)
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise TraceError(
+            f"two leaves of the arguments have the same path {twice!r}", hint='a key with a "/" in it: rename it'
+        )
     return Call(tuple(leaves), tuple(paths), tuple(statics), tree, tuple(dynamic))
+
+
+def _check_shape(path: str, leaf: Any) -> None:
+    if any(not isinstance(n, int | np.integer) for n in getattr(leaf, "shape", ())):
+        raise TraceError(
+            f"{path} has the symbolic shape {leaf.shape}",
+            hint="a plan is for sizes: give numbers; another batch size uses the plan again",
+        )
 
 
 def matching_leaves(fn: Callable, like: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -186,12 +220,10 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
             "value, and pass Python settings as static arguments",
         ) from e
     except Exception as e:
-        if "different trace level" not in str(e):  # Flax's words, in several types of error
+        found = next((said for words, said in _KNOWN.items() if words in str(e)), None)
+        if found is None:
             raise
-        raise TraceError(
-            f"the step updates an NNX module that is not among its arguments{_at(e, fn)}",
-            hint="pass every module, optimizer and stream of keys that the step updates as an argument",
-        ) from e
+        raise TraceError(f"the step {found[0]}{_at(e, fn)}", hint=found[1]) from e
     if ordered := _jax.ordered_effects(closed):
         raise TraceError(
             f"the step has effects that must keep their order ({', '.join(map(str, ordered))}), which JAX runs on one "
@@ -216,7 +248,7 @@ def _at(error: BaseException, fn: Callable) -> str:
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and "/lensjax/" not in f.filename and not f.filename.startswith("<")
+        if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE) and not f.filename.startswith("<")
     ]
     if not frames:
         return ""

@@ -21,7 +21,7 @@ from lensjax._errors import PlanError
 from lensjax.plan.grammar import Term, parse
 from lensjax.plan.pins import Pin, apply_pin, check_used, find
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
-from lensjax.program.program import Program
+from lensjax.program.program import Argument, Program
 from lensjax.search.tensor import batch_input_axes, expert_axes, tensor_axes
 
 # Below this many elements a leaf stays whole: a collective's launch costs more than the memory is worth.
@@ -57,6 +57,9 @@ def build(
 ) -> Plan:
     terms = tuple(t for t in terms if t.size > 1) or terms[:1]
     names = [_AXIS.get(t.name, t.name) for t in terms]
+    if len(set(names)) < len(names):
+        both = [t.name for t, n in zip(terms, names) if names.count(n) > 1]
+        raise PlanError(f"{' and '.join(both)} in {name!r} are two names of one way to split", hint="give one of them")
     mesh = MeshPlan(tuple(Axis(n, t.size, tier) for n, t, tier in zip(names, terms, _tiers(terms, tier_of or {}))))
     sizes = mesh.shape
     model = _model_rules(program, terms)
@@ -70,15 +73,14 @@ def build(
         stacked = _is_stacked(program, like)
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
-            majors = [logical.major(invars[like], d) for d in range(len(a.shape))]
-            spec = tuple(_model_axes(model, m, a.shape[d], sizes) for d, m in enumerate(majors))
+            spec = _model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
         if "fsdp" in sizes:
             spec = split(a.shape, spec, "fsdp", sizes, stacked)
         if "zero1" in sizes and a.role == "optimizer":
             spec = split(a.shape, spec, "zero1", sizes, stacked)
         if any(spec):
             leaves[a.path] = spec
-    leaves = _pinned(program, pins, leaves, sizes)
+    leaves = pinned(program, pins, leaves, sizes)
     gather = {t.name: t.gather for t in terms if t.gather}
     return Plan(
         mesh=mesh,
@@ -114,9 +116,18 @@ def _experts(program: Program, ways: int) -> list[int]:
     return fitting
 
 
-def _model_axes(model: Mapping[int, str], major: int | None, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    axis = model.get(major) if major is not None else None
-    return (axis,) if axis is not None and size % sizes[axis] == 0 else ()
+def _model_spec(
+    model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> Spec:
+    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a
+    square weight may have one logical axis twice)."""
+    spec, used = [], set()
+    for major, n in zip(majors, shape):
+        axis = model.get(major) if major is not None else None
+        fits = axis is not None and axis not in used and n % sizes[axis] == 0
+        spec.append((axis,) if axis is not None and fits else ())
+        used.add(axis if fits else None)
+    return tuple(spec)
 
 
 def _rules(program: Program, terms: Sequence[Term], names: Sequence[str], model: Mapping[int, str]) -> Rules:
@@ -159,11 +170,11 @@ def _is_stacked(program: Program, i: int) -> bool:
     return any(i in layer.parameters for layer in program.layers)
 
 
-def _pinned(
-    program: Program, pins: Sequence[Pin], leaves: dict[str, Spec], sizes: Mapping[str, int]
+def pinned(
+    program: Program, pins: Sequence[Pin], leaves: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
-    state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
+    state = pinnable(program)
     check_used(pins, [a.path for a in state])
     out = dict(leaves)
     for a in sorted(state, key=lambda a: a.role != "parameter"):  # an error names the parameter before its moments
@@ -177,6 +188,11 @@ def _pinned(
         if any(spec):
             out[a.path] = spec
     return out
+
+
+def pinnable(program: Program) -> list[Argument]:
+    """The arguments that pins are matched against: all but the batch."""
+    return [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
 
 
 def _tiers(terms: Sequence[Term], tier_of: Mapping[int, str]) -> list[str]:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lensjax._errors import LensjaxError, PartitionError, UnsupportedJax
+from lensjax.cost.price import price
 from lensjax.partition import Collective as Planned
 from lensjax.partition import partition
 from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program, analyze
-from lensjax.search.price import price
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
 from lensjax.verify.facts import Facts, doubled, lowered_facts

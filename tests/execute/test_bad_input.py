@@ -215,7 +215,8 @@ def test_nothing_fits_says_what_binds_and_the_nearest():
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("zero9", "'zero9' in the plan 'zero9' is not a preset"),
+        ("zero9", "the plan 'zero9' is not a preset"),
+        ("dp=2,zero9", "'zero9' in the plan 'dp=2,zero9' is not a preset"),
         ("fsdp=3", "asks for a multiple of 3 devices; there are 8"),
         ("dp=2,fsdp=2", "is for 4 devices; there are 8"),
         ("dp,fsdp", "leaves the size of more than one preset open"),

@@ -98,8 +98,9 @@ PROCESS = textwrap.dedent("""
     train = lensjax.parallelize(step, plan="fsdp")
     train._init(create, (jax.random.key(0),), {}, jax.ShapeDtypeStruct((16, SIZE), jnp.float32))
     before = resident()
-    state = jax.block_until_ready(train.init(create, jax.random.key(0), batch=jax.ShapeDtypeStruct((16, SIZE),
-    jnp.float32))) grown = resident() - before
+    batch = jax.ShapeDtypeStruct((16, SIZE), jnp.float32)
+    state = jax.block_until_ready(train.init(create, jax.random.key(0), batch=batch))
+    grown = resident() - before
     whole = sum(x.nbytes for x in jax.tree.leaves(state))
     print("GROWN", grown / whole, whole >> 20, flush=True)
 """)

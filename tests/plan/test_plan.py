@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from lensjax import Plan, PlanError
 from lensjax.plan.grammar import NAMES, parse
@@ -114,3 +115,10 @@ def test_the_first_pin_that_matches_wins_and_the_arguments_name_is_optional():
 def test_a_pin_takes_its_axis_from_the_dimensions_that_it_leaves_free():
     (pin,) = normalize({"w": ("x",)})
     assert apply_pin(pin, "w", (8, 8), ((), ("x",)), {"x": 4}) == (("x",), ())
+
+
+def test_a_partition_spec_is_a_pin_and_unconstrained_is_free():
+    (pin,) = normalize({"w": PartitionSpec(None, ("x", "y"), PartitionSpec.UNCONSTRAINED)})
+    assert pin.dims == ((), ("x", "y"), None)
+    mesh, spec = {"x": 2, "y": 2, "z": 2}, (("z",), (), ("x", "z"), ("z",))
+    assert apply_pin(pin, "w", (8, 8, 8, 8), spec, mesh) == ((), ("x", "y"), ("z",), ("z",))

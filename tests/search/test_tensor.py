@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lensjax import PlanError
+from lensjax import Cluster, PlanError
+from lensjax.cost.price import price
 from lensjax.models.targets import target
 from lensjax.program.program import analyze
 from lensjax.search.presets import preset
@@ -72,6 +73,8 @@ def test_experts_are_the_axis_that_selects_a_weight():
     [
         ("ep=4", "no matmul selects a weight by an axis"),
         ("tp=7,dp=1", "multiple of 7"),
+        ("hsdp=2,fsdp=4", "two names of one way to split"),
+        ("tp=2,tp_sp=4", "two names of one way to split"),
     ],
 )
 def test_what_cannot_apply_says_why(text, message):
@@ -87,3 +90,11 @@ def test_no_axis_that_divides_lists_the_reasons():
         PlanError, match=r"no logical axis of the weights can be split in 4: .*its size 6 does not divide"
     ):
         preset("tp=4", analyze(step, (jnp.ones((5, 6)), jnp.ones((16, 5)))), 8)
+
+
+@pytest.mark.parametrize("name, text", [("moe_dense", "dp=2,fsdp=2,tp=2"), ("resnet", "fsdp=2,tp_sp=4")])
+def test_odd_programs_are_priced(name, text):
+    """A weight with one logical axis twice; a permutation between parts of a mesh axis."""
+    program = family(name)
+    plan = price(program, preset(text, program, 8), Cluster.parse("cpu:2x4"))
+    assert plan.predicted is not None and plan.predicted.step_s > 0
