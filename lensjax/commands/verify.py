@@ -84,6 +84,7 @@ def to_json(proof: Proof) -> dict[str, Any]:
         "step_s": line.step if line else None,
         "planned_step_s": proof.predicted.step_s,
         "exposed_s": dict(line.exposed) if line else None,
+        "bubble_s": line.bubble if line else None,
         "compile_s": proof.audit.artifact.seconds,
         "findings": [f.to_json() for f in proof.findings if f.severity != "note"],
         "advice": [f.to_json() for f in proof.findings if f.severity == "note"],

@@ -144,3 +144,18 @@ def test_trace_and_picture(tmp_path):
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(line.step * 1e6)
     draw(line, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wait_with_other_work_at_hand_is_noted():
+    """The same step with its collective first, then last: only the first could hide behind the matmuls."""
+    from lensjax.verify.artifact import Artifact, Memory
+    from lensjax.verify.audit import audit
+
+    def notes(items):
+        text = _HEAD + computation("main", items, entry=True)
+        made = Artifact("cuda", "h100-80gb", 16, text, Memory(0, 0, 0, 0, 1))
+        return [f.kind for f in audit(made, mesh={"d": 16}, cluster=CLUSTER).findings]
+
+    # "across": the collective's result is read by nothing that follows.
+    assert notes([("start", "across"), ("done", "across"), *[("dot", "")] * 30]) == ["could_move"]
+    assert notes([*[("dot", "")] * 30, ("start", "across"), ("done", "across")]) == []

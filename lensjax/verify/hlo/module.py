@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from lensjax.verify.hlo.shapes import Shape, arrays, total_bytes
-from lensjax.verify.hlo.text import attribute, closing
+from lensjax.verify.hlo.text import attribute
 
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|async_computation|select|scatter|comparator)"
@@ -158,21 +158,3 @@ class Module:
         file = re.search(r'source_file="((?:[^"\\]|\\.)*)"', instruction.tail)
         line = re.search(r"source_line=(\d+)", instruction.tail)
         return (Frame(file.group(1), "", int(line.group(1)) if line else 0),) if file else ()
-
-
-def tuple_parts(text: str) -> tuple[str, ...]:
-    """The members of a tuple's text, "(a, (b, c))" -> ("a", "(b, c)"); the text itself for an array."""
-    text = text.strip()
-    if not text.startswith("("):
-        return (text,)
-    inner, parts, start, at = text[1 : closing(text, 0)], [], 0, 0
-    while at < len(inner):
-        if inner[at] in "([{":
-            end = closing(inner, at)
-            at = end if end > 0 else len(inner)
-        elif inner[at] == ",":
-            parts.append(inner[start:at].strip())
-            start = at + 1
-        at += 1
-    parts.append(inner[start:].strip())
-    return tuple(p for p in parts if p)

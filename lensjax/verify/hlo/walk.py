@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from lensjax.verify.hlo.module import Instruction, Module
+from lensjax.verify.hlo.module import Module
 from lensjax.verify.hlo.trips import trip_count
 
 # The computation of an asynchronous operation is named by its start and again by its update and done.
@@ -80,9 +80,3 @@ def is_collective_name(opcode: str) -> bool:
     """True for opcodes that talk to other devices, known or not."""
     words = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective")
     return opcode in ("send", "recv") or any(w in opcode for w in words)
-
-
-def called_once(module: Module, instruction: Instruction) -> tuple[Instruction, ...]:
-    """Instructions of the computations that an instruction calls, one level down."""
-    found = (module.computations[c] for c in instruction.called if c in module.computations)
-    return tuple(i for computation in found for i in computation.instructions)

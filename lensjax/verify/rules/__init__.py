@@ -8,6 +8,7 @@ from lensjax.verify.finding import SEVERITIES, Case, Finding
 from lensjax.verify.rules.batch import batch_lost, padding, repeated_work
 from lensjax.verify.rules.gathers import gather_hoisted, gathered_twice, gathered_whole
 from lensjax.verify.rules.memory import involuntary, near_full, remat_undone
+from lensjax.verify.rules.overlap import could_move
 from lensjax.verify.rules.reshard import axis_order, lookup_exchanged, resharded
 from lensjax.verify.rules.state import left_replicated, not_donated, optimizer_replicated
 from lensjax.verify.rules.wire import sliced_after, wide_wire
@@ -15,7 +16,7 @@ from lensjax.verify.rules.wire import sliced_after, wide_wire
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     batch_lost, repeated_work, padding, gathered_whole, gather_hoisted, gathered_twice, resharded, lookup_exchanged,
     axis_order, wide_wire, sliced_after, not_donated, optimizer_replicated, left_replicated, near_full, remat_undone,
-    involuntary,
+    involuntary, could_move,
 )  # fmt: skip
 
 
