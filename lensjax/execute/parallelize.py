@@ -58,7 +58,8 @@ def parallelize(
 
     if fn is not None and not callable(fn):
         raise PlanError(
-            f"parallelize got {fn!r} where the step is expected", hint='options go by name, as in parallelize(plan="fsdp")'
+            f"parallelize got {fn!r} where the step is expected",
+            hint='options go by name, as in parallelize(plan="fsdp")',
         )
     return decorate if fn is None else decorate(fn)
 
