@@ -153,7 +153,7 @@ def main() -> int:
     out.print(step.explain())
     out.print(f"planned, and the state created sharded, in {time.perf_counter() - started:.1f} s\n")
 
-    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers)
+    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers if step.plan else {})
     replay = Replay(train_step) if args.check else None
     state = loop.train(step, state, lambda i: step.from_local(local_batch(data, i)), args.steps, bar, replay)
     out.print(loop.summary(bar, "nats/byte"))

@@ -110,7 +110,7 @@ def main() -> int:
         metrics = step(model, optimizer, batch)
         return nnx.split((model, optimizer)), metrics
 
-    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers)
+    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers if step.plan else {})
     replay = Replay(one_device) if args.check else None
     loop.train(
         run, nnx.split((model, optimizer)), lambda i: text.windows(data, BATCH, SEQ, (2, i)), args.steps, bar, replay

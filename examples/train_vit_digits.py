@@ -121,7 +121,7 @@ def main() -> int:
     state = step.init(lambda rng: create_state(rng, args.steps), jax.random.key(1), batch=shapes())
     out.print(step.explain())
 
-    bar = show.Training(out, args.steps, "images", BATCH, step.plan.predicted.tiers)
+    bar = show.Training(out, args.steps, "images", BATCH, step.plan.predicted.tiers if step.plan else {})
     replay = Replay(train_step) if args.check else None
     state = loop.train(step, state, lambda i: draw(train, i), args.steps, bar, replay)
     out.print(loop.summary(bar, "nats/image"))

@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, except that a wrong command line is an error like every other one (JSON where asked)."""
 
     def error(self, message: str):  # type: ignore[override]
-        raise UsageError(message, hint=self.format_usage().strip())
+        raise UsageError(message, hint=f"{self.prog} --help shows how it is called")
 
 
 def _print_json(data: dict[str, Any]) -> None:

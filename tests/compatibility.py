@@ -88,8 +88,8 @@ def write_page(families: dict, rows: dict[tuple[str, str], dict]) -> None:
         "# Compatibility",
         "",
         "Made by `python -m tests.compatibility`. Each cell is one step of a family under a preset on eight emulated",
-        "devices, compared with the undecorated step on one device from the same state: `=` equal (gradients within 1e-5",
-        "of the largest in float32, 2e-2 in bfloat16 and float16), `-` refused with a reason (below).",
+        "devices, compared with the undecorated step on one device from the same state: `=` equal (gradients within",
+        "1e-5 of the largest in float32, 2e-2 in bfloat16 and float16), `-` refused with a reason (below).",
         "",
     ]
     for mesh, plans in PLANS.items():

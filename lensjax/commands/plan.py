@@ -6,8 +6,9 @@ import argparse
 import time
 from typing import Any
 
+from lensjax._errors import UsageError
 from lensjax.commands import Result
-from lensjax.commands.target import add_target, load_target
+from lensjax.commands.target import add_target, check_writable, load_target, user_code
 
 HELP = "plan a training step for a cluster, without any device"
 
@@ -30,18 +31,23 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.report.progress import steps
     from lensjax.topology.cluster import Cluster
 
+    check_writable(args.out)
     cluster = Cluster.parse(args.cluster)
     seconds: dict[str, float] = {}
     with steps("planning", quiet=args.json) as progress:
         progress("tracing")
         step, arguments = load_target(args)
-        program = analyze(step, arguments, seconds=seconds)
+        with user_code(f"the step of {args.target} cannot be traced"):
+            program = analyze(step, arguments, seconds=seconds)
         start = time.perf_counter()
         options = Options(plan=args.plan, memory=args.memory, report=progress)
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:
-        choice.plan.save(args.out)
+        try:
+            choice.plan.save(args.out)
+        except OSError as e:
+            raise UsageError(f"{args.out} cannot be written: {e.strerror}") from e
     shown: tuple[Any, ...] = (
         *explanation(program, choice),
         "seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()),

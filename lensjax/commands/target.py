@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import inspect
+import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lensjax._errors import UsageError
+from lensjax._errors import LensjaxError, UsageError
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -54,18 +58,96 @@ def load_file(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        module_spec.loader.exec_module(module)
+        with user_code(f"{file} cannot be loaded"):
+            module_spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise UsageError(f"{file} has no {name!r}", hint=f"it has: {', '.join(sorted(public)) or 'nothing callable'}")
     found = getattr(module, name)
-    made = found() if callable(found) else found
+    made = _made(spec, found) if callable(found) else found
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
-        raise UsageError(
-            f"{spec} gave {type(made).__name__}; expected (step, arguments)",
-            hint="def NAME(): return train_step, (state, batch)   # arrays or ShapeDtypeStructs",
-        )
+        raise UsageError(f"{spec} gave {_described(made)}; expected (step, arguments)", hint=_EXPECTED)
     step, arguments = made
-    return getattr(step, "__wrapped__", step) if type(step).__name__ in ("Step", "Off") else step, tuple(arguments)
+    return getattr(step, "__wrapped__", step) if _decorated(step) else step, tuple(arguments)
+
+
+_EXPECTED = "def NAME(): return train_step, (state, batch)   # arrays or ShapeDtypeStructs"
+
+
+def _decorated(value: Any) -> bool:
+    return type(value).__name__ in ("Step", "Off")
+
+
+def _made(spec: str, found: Callable[..., Any]) -> Any:
+    """What the named function returns. Raises UsageError where it needs arguments, as the step itself does."""
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # a callable without a signature
+        parameters = []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if needed or _decorated(found):
+        raise UsageError(
+            f"{spec} takes arguments ({', '.join(needed)}), as a step does; expected a function without any that "
+            "returns (step, arguments)",
+            hint=_EXPECTED,
+        )
+    with user_code(f"{spec} failed"):
+        return found()
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return f"a {type(value).__name__}"
+    return f"a tuple of {len(value)} ({', '.join(type(v).__name__ for v in value)})"
+
+
+@contextlib.contextmanager
+def user_code(failed: str) -> Iterator[None]:
+    """Turns what the user's own code raises into a UsageError that names its line; what lensjax alone raises passes.
+
+    `failed`: what did not work, to stand in front.
+    """
+    try:
+        yield
+    except LensjaxError:
+        raise
+    except (Exception, SystemExit) as e:
+        line = _line_of(e)
+        if not line:
+            raise
+        first = next(iter(str(e).strip().splitlines()), "")
+        text = f"{type(e).__name__}: {first}" if first else type(e).__name__
+        raise UsageError(f"{failed}: {text}", hint=f"raised at {line}") from e
+
+
+def _line_of(error: BaseException) -> str:
+    """FILE:LINE of the innermost frame that is the user's, "" where none is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    ours = str(Path(__file__).resolve().parents[1])
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename and not f.filename.startswith(("<", ours, sys.base_prefix))
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def check_writable(path: str | None) -> None:
+    """Raises UsageError for a file that cannot be written: before the work, not after it."""
+    if path is None:
+        return
+    target = Path(path)
+    folder = target.parent
+    if not folder.is_dir():
+        why = f"there is no folder {str(folder)!r}"
+    elif target.is_dir():
+        why = "it is a folder"
+    elif not os.access(target if target.exists() else folder, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise UsageError(f"{path} cannot be written: {why}")

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lensjax.commands import Result
-from lensjax.commands.target import add_target, load_target
+from lensjax.commands.target import add_target, check_writable, load_target, user_code
 
 if TYPE_CHECKING:
     from lensjax.verify.proof import Proof
@@ -36,11 +36,14 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.verify.proof import prove, twice_the_batch
     from lensjax.verify.show import everything
 
+    for path in (args.html, args.trace, args.picture):
+        check_writable(path)
     cluster = Cluster.parse(args.cluster)
     with steps("verify", quiet=args.json) as say:
         say("tracing")
         step, arguments = load_target(args)
-        program = analyze(step, arguments)
+        with user_code(f"the step of {args.target} cannot be traced"):
+            program = analyze(step, arguments)
         say("pricing")
         plan = make_plan(program, cluster, Options(plan=args.plan)).plan
         say(f"compiling for {plan.mesh.size} devices")

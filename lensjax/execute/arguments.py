@@ -24,19 +24,19 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [x for d, x in zip(dynamic, flat) if d], rebuild
 
 
-def split_init(fn: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:
-    """The step's positional arguments from what the init function returns and the example batch.
+def split_init(fn: Callable[..., Any], state: Any, batch: Any) -> list[tuple[Any, ...]]:
+    """The step's positional arguments from what the init function returns and the example batch: every reading that
+    its number of parameters allows, the likelier first.
 
-    Either may be one argument or a tuple of several; the step's number of parameters decides, one argument first.
-    Raises TraceError when no reading gives that number.
+    Either may be one argument or a tuple of several; the state usually comes first. Raises TraceError when no reading
+    gives that number.
     """
     least, most = _arity(fn)
     states = [(state,)] + ([tuple(state)] if type(state) in (tuple, list) else [])
     batches = [(batch,)] + ([tuple(batch)] if type(batch) in (tuple, list) else [])
-    readings = [s + b for s in states for b in batches]
-    for args in readings:
-        if least <= len(args) <= most:
-            return args
+    readings = [s + b for s in states for b in batches] + [b + s for s in states for b in batches]
+    if fitting := [args for args in readings if least <= len(args) <= most]:
+        return fitting
     counts = sorted({len(r) for r in readings})
     raise TraceError(
         f"the step takes {least if least == most else f'{least} to {most}'} arguments; the state and the batch make "

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from lensjax import _jax
-from lensjax._errors import BatchError, LensjaxError, StateError
+from lensjax._errors import BatchError, StateError
 from lensjax.program.edit import all_equations
 from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
@@ -21,11 +22,17 @@ def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     if dead:
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
         raise StateError(
-            f"{dead[0]}{more} was donated to an earlier call and is gone",
+            f"{dead[0]}{more} {'was' if len(dead) == 1 else 'were'} donated to an earlier call and "
+            f"{'is' if len(dead) == 1 else 'are'} gone",
             hint="go on with the state that the call returned (state, metrics = step(state, batch)), or use "
             "parallelize(donate=False) to keep the old one",
             code="donated",
         )
+
+
+def traced(leaves: Sequence[Any]) -> bool:
+    """Whether the step is called inside another program that JAX is tracing."""
+    return any(isinstance(x, Tracer) for x in leaves)
 
 
 def check_state(old: Program, call: Call) -> None:
@@ -33,9 +40,8 @@ def check_state(old: Program, call: Call) -> None:
 
     It looks at the arguments only: a changed state usually makes the step itself fail, in less helpful words.
     """
-    before = {a.path: a for a in old.arguments if a.role not in ("batch", "constant")}
-    batch = {a.path for a in old.arguments if a.role == "batch"}
-    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves) if p not in batch}
+    before = {a.path: a for a in old.arguments if a.role != "constant"}
+    after = {p: abstract(x) for p, x in zip(call.paths, call.leaves)}
     gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
     if gone or come:
         lost = f"{gone[0]} is missing" if gone else ""
@@ -47,7 +53,7 @@ def check_state(old: Program, call: Call) -> None:
         )
     for path, a in before.items():
         b = after[path]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
+        if a.role != "batch" and (a.shape, a.dtype) != (b.shape, b.dtype):
             raise StateError(
                 f"the state changed between calls: {path} was {a.dtype}{list(a.shape)} and is {b.dtype}{list(b.shape)}",
                 hint="a step and its plan belong to one set of shapes: decorate the function again for another one",
@@ -115,10 +121,3 @@ def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence
                 f"{a.shape} is {wanted}",
                 hint="each process passes its own rows along the batch dimension, the same number in each process",
             )
-
-
-def explain_failure(failure: Exception, executable: Any) -> Exception:
-    """The error to raise for a call that failed although its arguments fit."""
-    if isinstance(failure, LensjaxError):
-        return failure
-    return failure

@@ -99,11 +99,11 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
         if self.direct and not self.several:
-            if kwargs or (self.guarded and self._given_up(args)):
+            if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
             return self.jitted(*args)
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
-        if leaves is None or (self.guarded and self._given_up(tuple(leaves))):
+        if leaves is None or (self.emitted.donated and self._unsafe(leaves)):
             raise OtherSignature
         if self.several:
             leaves = [self._everywhere(i, x) for i, x in enumerate(leaves)]
@@ -118,9 +118,21 @@ class Executable:
             return leaf
         return place(leaf, self.emitted.arguments[i])
 
-    def _given_up(self, args: tuple[Any, ...]) -> bool:
-        """Whether an argument was donated to an earlier call."""
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args))
+    def _unsafe(self, leaves: list[Any]) -> bool:
+        """Whether XLA must not see these arguments: a buffer that stands twice and is given up, or was given up before,
+        ends the process in some releases instead of raising."""
+        if len(set(map(id, leaves))) < len(leaves) and self.shared(leaves):
+            return True
+        return self.guarded and any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+    def shared(self, leaves: list[Any]) -> bool:
+        """Whether a donated array stands among the arguments a second time."""
+        places: dict[int, list[int]] = {}
+        for i, x in enumerate(leaves):
+            if isinstance(x, jax.Array):
+                places.setdefault(id(x), []).append(i)
+        donated = set(self.emitted.donated)
+        return any(len(where) > 1 and donated.intersection(where) for where in places.values())
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The call's array leaves, None when the call is not one for this executable."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lensjax._errors import PlanError
+from lensjax.execute.off import Off
 from lensjax.execute.planning import Options
-from lensjax.execute.step import Off, Step
+from lensjax.execute.step import Step
 
 
 def parallelize(
@@ -42,8 +43,8 @@ def parallelize(
     report         a function that is called with the name of each plan while it is priced
 
     Returns a `Step`. With the environment variable LENSJAX_OFF=1 the step runs as it was written.
-    Raises PlanError, BatchError or ClusterError for an option that cannot be meant; what needs the arguments is checked at
-    the first call.
+    Raises PlanError, BatchError or ClusterError for an option that cannot be meant; what needs the arguments is
+    checked at the first call.
     """
     if compress != "off":
         raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")

@@ -11,20 +11,21 @@ import jax
 
 from lensjax import __version__, _jax
 from lensjax._errors import PlanError
+from lensjax.cost.price import price
 from lensjax.execute.options import check
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
 from lensjax.plan.validate import validate
 from lensjax.program.program import Program
+from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.presets import pinned, preset
-from lensjax.search.price import Candidate, Choice, choose, price, tier_names
 from lensjax.topology.cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `parallelize` was given; see there. Raises PlanError, BatchError or ClusterError for what cannot be meant."""
+    """What `parallelize` was given; see there. Raises a LensjaxError for what cannot be meant."""
 
     cluster: Any = None
     memory: float | None = None

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import types
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +21,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError, TraceError
 from lensjax.execute.arguments import split_arrays, split_init
 from lensjax.execute.captured import Watch
-from lensjax.execute.checks import advice, another, check_alive, check_local_batch, check_state, explain_failure
+from lensjax.execute.checks import advice, another, check_alive, check_local_batch, check_state, traced
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
@@ -29,7 +31,7 @@ from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
 from lensjax.program.trace import abstract, flatten_call, is_dynamic, unfixed
-from lensjax.search.price import Choice
+from lensjax.search.choose import Choice
 
 if TYPE_CHECKING:
     from lensjax.verify.proof import Proof
@@ -51,6 +53,7 @@ class Step:
         self._ready: list[Executable] = []
         self._program: Program | None = None
         self._choice: Choice | None = None
+        self._bound: weakref.WeakKeyDictionary[Any, Step] = weakref.WeakKeyDictionary()
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
 
@@ -70,6 +73,14 @@ class Step:
         if self._modules is not None:
             return self._modules.call(self._pure_call, args, kwargs)
         return self._pure_call(args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A decorated method: one step for each instance."""
+        if instance is None:
+            return self
+        if instance not in self._bound:
+            self._bound[instance] = Step(types.MethodType(self._user, instance), self._options)
+        return self._bound[instance]
 
     def _adopt(self, *trees: Any) -> None:
         """Takes the step for one that updates NNX modules in place, where there are some among its arguments."""
@@ -93,6 +104,8 @@ class Step:
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = flatten_call(self._fn, args, kwargs)
+        if traced(call.leaves):
+            return self._fn(*args, **kwargs)
         if self._program is not None:
             check_state(self._program, call)
         check_alive(call.paths, call.leaves)
@@ -114,13 +127,15 @@ class Step:
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Exception) -> Any:
         """A call that the current executable did not take: another shape, a state placed elsewhere, or an error."""
         assert self._run is not None
+        if traced(jax.tree.leaves((args, kwargs))):
+            return self._fn(*args, **kwargs)  # inside the user's own jit or grad: part of that program
         for executable in self._ready:
             leaves = executable.leaves(args, kwargs)
             if leaves is None:
                 continue
             check_alive(executable.emitted.program.call.paths, leaves)
-            if executable is self._run and not executable.misplaced(leaves):
-                raise explain_failure(failure, executable) from failure
+            if executable is self._run and not (executable.misplaced(leaves) or executable.shared(leaves)):
+                raise failure
             return self._start(executable, args, kwargs)
         call = flatten_call(self._fn, args, kwargs)
         check_state(self._run.emitted.program, call)
@@ -128,26 +143,24 @@ class Step:
         program = self._analyze(args, kwargs)
         changed = self._run.numerics != _jax.numerics()
         note = f"{another(self._run.emitted.program, program, changed)}: the plan {self.plan.name!r} is used again"
+        result = self._start(self._build(program, self.plan), args, kwargs)
         self.notices.append(note)
         log.info(note)
-        return self._start(self._build(program, self.plan), args, kwargs)
+        return result
 
     def _placed(self, executable: Executable, leaves: list[Any]) -> tuple[Any, Any]:
         """The call's arguments, the state on the mesh. A buffer that stands twice in a donated state is copied: it can
         be given up once."""
         emitted = executable.emitted
-        seen: set[int] = set()
-        out = []
-        for i, (leaf, sharding) in enumerate(zip(leaves, emitted.arguments)):
-            if executable.taken_as_it_is(i, leaf):
-                out.append(leaf)
-                continue
-            placed = place(leaf, sharding, own=i in emitted.donated)
-            if i in emitted.donated:
-                if id(placed) in seen:
-                    placed = jax.numpy.copy(placed)
-                seen.add(id(placed))
-            out.append(placed)
+        out = [
+            leaf if executable.taken_as_it_is(i, leaf) else place(leaf, sharding, own=i in emitted.donated)
+            for i, (leaf, sharding) in enumerate(zip(leaves, emitted.arguments))
+        ]
+        seen = {id(x) for i, x in enumerate(out) if i not in emitted.donated}
+        for i in emitted.donated:
+            if id(out[i]) in seen and isinstance(out[i], jax.Array):
+                out[i] = jax.numpy.copy(out[i])
+            seen.add(id(out[i]))
         args, kwargs = emitted.program.call.rebuild(out)
         return tuple(map(unfixed, args)), {k: unfixed(v) for k, v in kwargs.items()}
 
@@ -210,12 +223,21 @@ class Step:
 
         state = jax.eval_shape(create, *given)
         if batch is not None:
-            shapes = split_init(self._fn, give_back(state)[0], abstract_batch(batch))
-            self._plan(self._analyze(*self._taken(shapes, {})))
+            self._plan(self._analyze_init(split_init(self._fn, give_back(state)[0], abstract_batch(batch))))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
         # equal but not the same object, and JAX takes these for two tree structures.
         shardings, tree = jax.tree.flatten(self._state_shardings(state))
         return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
+
+    def _analyze_init(self, readings: Sequence[tuple[Any, ...]]) -> Program:
+        """The program of the first reading of state and batch that the step can be traced with."""
+        failures = []
+        for arguments in readings:
+            try:
+                return self._analyze(*self._taken(arguments, {}))
+            except Exception as e:  # the user's own code, given arguments that may not be meant so
+                failures.append(e)
+        raise failures[0]
 
     def _state_shardings(self, state: Any) -> Any:
         """The shardings of a state that the planned step takes, as a tree like it."""
@@ -341,30 +363,6 @@ class Step:
     def __repr__(self) -> str:
         planned = f"plan {self._choice.plan.name!r}" if self._choice is not None else "not planned yet"
         return f"<lensjax step {getattr(self._fn, '__name__', '?')}: {planned}>"
-
-
-class Off:
-    """The undecorated step behind the same face: `LENSJAX_OFF=1` or `plan="off"`."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
-        self.plan = None
-        self.extra: dict[str, Any] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
-
-    def init(self, fn: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    def from_local(self, batch: Any) -> Any:
-        return batch
-
-    def explain(self) -> str:
-        return "lensjax is off: the step runs as it was written."
-
-    explain_trace = explain
 
 
 def abstract_batch(batch: Any) -> Any:

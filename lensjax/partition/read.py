@@ -89,7 +89,13 @@ class Reader:
         specs = self.result_specs(name, attributes, len(op.results))
         outputs = tuple(self.add(r, s) for r, s in zip(op.results, specs, strict=True))
         if name in _CONSTANTS:
-            if not self.values[outputs[0]].shape and (found := integers(str(attributes["value"]))):
+            value = self.values[outputs[0]]
+            # Only whole numbers are asked for (trip counts); the bindings cannot even hand out complex ones.
+            if (
+                not value.shape
+                and value.dtype.startswith(("i", "ui"))
+                and (found := integers(str(attributes["value"])))
+            ):
                 self.scalars[outputs[0]] = found[0]
             name = "stablehlo.constant"
         inputs = tuple(self.ids[v] for v in op.operands)

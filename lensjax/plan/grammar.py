@@ -16,6 +16,9 @@ from lensjax._errors import PlanError
 
 NAMES = ("dp", "zero1", "fsdp", "hsdp", "tp", "tp_sp", "ep")
 
+# The mesh axes that presets make (hsdp splits over "fsdp", tp_sp over "tp").
+AXES = ("dp", "zero1", "fsdp", "tp", "ep")
+
 
 @dataclasses.dataclass(frozen=True)
 class Term:

@@ -88,8 +88,7 @@ def find(pins: Sequence[Pin], path: str) -> Pin | None:
 
 def apply_pin(pin: Pin, path: str, shape: Sequence[int], spec: Spec, mesh: Mapping[str, int]) -> Spec:
     """`spec` with the pinned dimensions replaced. Raises PlanError when the pin does not apply to this tensor."""
-    if len(pin.dims) > len(shape):
-        raise PlanError(f"the pin {pin.pattern!r} names {len(pin.dims)} dimensions; {path} has shape {tuple(shape)}")
+    _check_rank(pin, path, shape)
     for d, axes in enumerate(pin.dims):
         for a in axes or ():
             if a not in mesh:
@@ -106,9 +105,27 @@ def apply_pin(pin: Pin, path: str, shape: Sequence[int], spec: Spec, mesh: Mappi
             )
     taken = {a for d in pin.dims if d for a in d}
     pinned = (*pin.dims, *[None] * (len(shape) - len(pin.dims)))
-    return tuple(
-        tuple(a for a in free if a not in taken) if axes is None else axes for axes, free in zip(pinned, spec)
-    )
+    return tuple(tuple(a for a in free if a not in taken) if axes is None else axes for axes, free in zip(pinned, spec))
+
+
+def _check_rank(pin: Pin, path: str, shape: Sequence[int]) -> None:
+    if len(pin.dims) > len(shape):
+        raise PlanError(f"the pin {pin.pattern!r} names {len(pin.dims)} dimensions; {path} has shape {tuple(shape)}")
+
+
+def check_applicable(pins: Sequence[Pin], shapes: Mapping[str, Sequence[int]], axes: Sequence[str]) -> None:
+    """Raises PlanError for a pin that can apply under no plan whose mesh axes are among `axes`. `shapes`: of every
+    tensor, by path."""
+    check_used(pins, list(shapes))
+    for pin in pins:
+        if unknown := [a for d in pin.dims if d for a in d if a not in axes]:
+            raise PlanError(
+                f"the pin {pin.pattern!r} names the mesh axis {unknown[0]!r}, which no preset has",
+                hint=f"axes of presets: {', '.join(axes)}",
+            )
+    for path, shape in shapes.items():
+        if (pin := find(pins, path)) is not None:
+            _check_rank(pin, path, shape)
 
 
 def check_used(pins: Sequence[Pin], paths: Sequence[str]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import pathlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,9 @@ import numpy as np
 from lensjax import _jax
 from lensjax._errors import TraceError
 from lensjax.program.inline import inline
+
+# Frames below this folder are ours, not the user's.
+_PACKAGE = str(pathlib.Path(__file__).parent.parent) + os.sep
 
 _BARE = (
     "names mesh axes without a mesh",
@@ -99,6 +104,11 @@ def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             leaves.append(leaf)
             paths.append(name)
             dynamic.append(True)
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise TraceError(
+            f"two leaves of the arguments have the same path {twice!r}", hint='a key with a "/" in it: rename it'
+        )
     return Call(tuple(leaves), tuple(paths), tuple(statics), tree, tuple(dynamic))
 
 
@@ -238,7 +248,7 @@ def _at(error: BaseException, fn: Callable) -> str:
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and "/lensjax/" not in f.filename and not f.filename.startswith("<")
+        if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE) and not f.filename.startswith("<")
     ]
     if not frames:
         return ""

@@ -13,8 +13,9 @@ from rich.text import Text
 from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.report.units import duration, size, spec
-from lensjax.search.price import Candidate, Choice, largest_leaves
+from lensjax.report.flow import Flow
+from lensjax.report.units import duration, size, spec, typed
+from lensjax.search.choose import Candidate, Choice, largest_leaves
 
 
 def render(*items: Any, width: int = 120) -> str:
@@ -33,8 +34,8 @@ def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> st
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
-    parts = [headline(program, choice), table(choice), reasons(choice), leaves(program, choice.plan)]
-    return (*[p for p in parts if p is not None], *notices)
+    parts = [headline(program, choice), table(choice), refused(choice), reasons(choice), leaves(program, choice.plan)]
+    return (*[p for p in parts if p is not None], *map(Flow, notices))
 
 
 def headline(program: Program, choice: Choice) -> Any:
@@ -51,21 +52,29 @@ def headline(program: Program, choice: Choice) -> Any:
             "sent per device and step: " + (", ".join(f"{t} {size(b)}" for t, b in p.tiers.items()) or "nothing")
         )
         lines += [f"note: {f}" for f in p.findings]
-    return Text("\n".join(lines))
+    return Flow("\n".join(lines))
 
 
 def table(choice: Choice) -> Table:
     tiers = list(choice.plan.predicted.tiers) if choice.plan.predicted else []
     out = Table(
-        "plan", "step", "compute", "exposed", "peak", "fits", *[f"sent on {t}" for t in tiers], box=None, pad_edge=False
+        "plan",
+        "step",
+        "compute",
+        "exposed",
+        "peak",
+        "fits",
+        *[f"sent on\n{t}" for t in tiers],
+        box=None,
+        pad_edge=False,
     )
+    out.columns[0].overflow = "fold"  # a name that is cut short names no plan
     for column in out.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for c in sorted(choice.candidates, key=lambda c: (not c.fits(choice.memory), c.step_s)):
         p = c.plan.predicted if c.plan is not None else None
         if p is None:
-            out.add_row(c.name, Text(f"does not apply: {c.reason}", overflow="fold"))
-            continue
+            continue  # said below the table, where there is room for the reason
         mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
         out.add_row(
             c.name + mark,
@@ -79,7 +88,19 @@ def table(choice: Choice) -> Table:
     return out
 
 
-def reasons(choice: Choice) -> Text | None:
+def refused(choice: Choice) -> Flow | None:
+    """The candidates that do not apply, and why: each reason once."""
+    names: dict[str, list[str]] = {}
+    for c in choice.candidates:
+        if c.plan is None:
+            names.setdefault(c.reason, []).append(c.name)
+    lines = [
+        f"{', '.join(who)} {'do' if len(who) > 1 else 'does'} not apply: {reason}" for reason, who in names.items()
+    ]
+    return Flow("\n".join(lines)) if lines else None
+
+
+def reasons(choice: Choice) -> Flow | None:
     """The chosen plan against the runner-up and against what would be faster but does not fit."""
     priced = [
         c for c in choice.candidates if c.plan is not None and c.plan.name != choice.plan.name and c.plan.predicted
@@ -89,22 +110,34 @@ def reasons(choice: Choice) -> Text | None:
     mine, lines = choice.plan.predicted, []
     fitting = [c for c in priced if c.fits(choice.memory)]
     if fitting:
-        lines.append(f"chosen over {fitting[0].name}: {_against(mine, fitting[0])}")
+        lines.append(f"chosen over {fitting[0].name}: {against(mine, fitting[0])}")
     for c in priced:
         if c.step_s < mine.step_s and not c.fits(choice.memory):
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
             lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
-    return Text("\n".join(lines)) if lines else None
+    return Flow("\n".join(lines)) if lines else None
 
 
-def _against(mine: Any, other: Candidate) -> str:
+def against(mine: Any, other: Candidate) -> str:
+    """What the chosen prediction has over another candidate's, in words."""
     theirs: Any = other.plan.predicted if other.plan is not None else None
     gain = theirs.step_s / mine.step_s - 1 if mine.step_s else 0.0
     saved = {k: theirs.detail.get(k, 0.0) - mine.detail.get(k, 0.0) for k in ("compute", "exposed")}
     parts = [f"{k} {'+' if d < 0 else '-'}{duration(abs(d))}" for k, d in saved.items() if abs(d) > 5e-8]
-    memory = theirs.peak_bytes - mine.peak_bytes
-    parts.append(f"memory {'-' if memory >= 0 else '+'}{size(abs(memory))}")
-    return f"{gain:.1%} faster ({', '.join(parts)})"
+    memory = round(theirs.peak_bytes - mine.peak_bytes)
+    less = f"{size(abs(memory))} {'less' if memory > 0 else 'more'} memory" if memory else "the same memory"
+    if abs(gain) < 5e-4:  # what would read "0.0% faster"
+        won = (
+            f"and takes {less}"
+            if memory > 0
+            else f"by {duration(theirs.step_s - mine.step_s)} the faster, with {less}"
+            if theirs.step_s - mine.step_s > 5e-8
+            else "the two cost the same, and the first that was tried is kept"
+        )
+        return f"as fast as {other.name}, {won}"
+    if memory:
+        parts.append(f"memory {'-' if memory > 0 else '+'}{size(abs(memory))}")
+    return f"{gain:.1%} faster" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def leaves(program: Program, plan: Plan) -> Table:
@@ -113,7 +146,7 @@ def leaves(program: Program, plan: Plan) -> Table:
     specs = dict(zip(by_path, resolve(program, plan).arguments))
     for path, held in largest_leaves(program, plan):
         a = by_path[path]
-        out.add_row(path, f"{a.dtype}{list(a.shape)}", spec(specs[path]), size(held))
+        out.add_row(Text(path), Text(typed(a.dtype, a.shape)), Text(spec(specs[path])), size(held))
     whole = [
         a for a in program.arguments if a.role in ("parameter", "optimizer") and a.shape and not any(specs[a.path])
     ]
@@ -131,7 +164,7 @@ def explain_trace(program: Program) -> str:
         follows = program.arguments[a.follows].path if a.follows is not None else ""
         back = (program.result_paths[a.result] or "result") if a.result is not None else ""
         role = f"batch (dimension {a.batch_axis})" if a.batch_axis is not None else a.role
-        out.add_row(a.path, f"{a.dtype}{list(a.shape)}", role, follows, back)
+        out.add_row(*map(Text, (a.path, typed(a.dtype, a.shape), role, follows, back)))
     lines = [
         f"batch: {program.batch.size}, found by tracing again at {program.batch.small}"
         if program.batch.small
@@ -150,4 +183,4 @@ def explain_trace(program: Program) -> str:
         lines.append(f"the step returns the gradients of {len(program.gradients)} parameters")
     if not program.donate:
         lines.append("donation: off, nothing in the results is known to replace the state")
-    return render(Group(*map(Text, lines), out))
+    return render(Group(*map(Flow, lines), out))

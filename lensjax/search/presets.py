@@ -21,7 +21,7 @@ from lensjax._errors import PlanError
 from lensjax.plan.grammar import Term, parse
 from lensjax.plan.pins import Pin, apply_pin, check_used, find
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
-from lensjax.program.program import Program
+from lensjax.program.program import Argument, Program
 from lensjax.search.tensor import batch_input_axes, expert_axes, tensor_axes
 
 # Below this many elements a leaf stays whole: a collective's launch costs more than the memory is worth.
@@ -57,6 +57,9 @@ def build(
 ) -> Plan:
     terms = tuple(t for t in terms if t.size > 1) or terms[:1]
     names = [_AXIS.get(t.name, t.name) for t in terms]
+    if len(set(names)) < len(names):
+        both = [t.name for t, n in zip(terms, names) if names.count(n) > 1]
+        raise PlanError(f"{' and '.join(both)} in {name!r} are two names of one way to split", hint="give one of them")
     mesh = MeshPlan(tuple(Axis(n, t.size, tier) for n, t, tier in zip(names, terms, _tiers(terms, tier_of or {}))))
     sizes = mesh.shape
     model = _model_rules(program, terms)
@@ -116,8 +119,8 @@ def _experts(program: Program, ways: int) -> list[int]:
 def _model_spec(
     model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> Spec:
-    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a square
-    weight may have one logical axis twice)."""
+    """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a
+    square weight may have one logical axis twice)."""
     spec, used = [], set()
     for major, n in zip(majors, shape):
         axis = model.get(major) if major is not None else None
@@ -171,7 +174,7 @@ def pinned(
     program: Program, pins: Sequence[Pin], leaves: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Spec]:
     """Leaves with the user's pins; a moment follows its parameter's pin unless it has one of its own."""
-    state = [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
+    state = pinnable(program)
     check_used(pins, [a.path for a in state])
     out = dict(leaves)
     for a in sorted(state, key=lambda a: a.role != "parameter"):  # an error names the parameter before its moments
@@ -185,6 +188,11 @@ def pinned(
         if any(spec):
             out[a.path] = spec
     return out
+
+
+def pinnable(program: Program) -> list[Argument]:
+    """The arguments that pins are matched against: all but the batch."""
+    return [a for a in program.arguments if a.role in ("parameter", "optimizer", "constant", "other")]
 
 
 def _tiers(terms: Sequence[Term], tier_of: Mapping[int, str]) -> list[str]:

@@ -208,7 +208,10 @@ def torus_shape(chips: int, rank: int) -> tuple[int, ...]:
 def _cpu(factors: Sequence[int]) -> Cluster:
     """Emulated CPU devices: `cpu:N` in one process, `cpu:HxN` in H processes of N."""
     if len(factors) > 2:
-        raise ClusterError(f"cpu:{'x'.join(map(str, factors))}", hint="cpu:8, or cpu:2x4 for 2 processes of 4 devices")
+        raise ClusterError(
+            f"cluster 'cpu:{'x'.join(map(str, factors))}' has {len(factors)} factors; emulated devices have at most 2",
+            hint="cpu:8, or cpu:2x4 for 2 processes of 4 devices",
+        )
     data = dict(schema.read_yaml(_files()["_cpu"], "the catalogue's cpu"))
     inner, outer = data["tiers"]
     data["name"] = f"cpu:{'x'.join(map(str, factors))}"

@@ -54,11 +54,18 @@ def audit(
     flow = traffic(found.collectives, mesh, priced.bytes if priced else None)
     line = timeline(module, found, cluster.device, priced.price()) if cluster is not None and priced else None
     case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
-    notes = artifact.notes + ((f"batch not followed: {facts.reason}",) if facts is not None and facts.reason else ())
+    notes = (*artifact.notes, *_said(facts))
     most = peak(artifact, module, names=_names(facts))
     return Audit(
         artifact, module, found, flow, most, line, findings(case), found.unknown, notes, dict(mesh)
     )  # fmt: skip
+
+
+def _said(facts: Facts | None) -> tuple[str, ...]:
+    """What could not be looked at, for people."""
+    if facts is None:
+        return ("the partitioner could not be asked about this step: only what the compiled program shows is audited",)
+    return (f"batch not followed: {facts.reason}",) if facts.reason else ()
 
 
 def _names(facts: Facts | None) -> dict[int, str]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
-from lensjax._errors import LensjaxError, PartitionError, UsageError
+from lensjax._errors import LensjaxError, PartitionError, UnsupportedJax, UsageError
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
@@ -57,7 +57,7 @@ def _facts(step: Any, args: tuple[Any, ...], cluster: Cluster, backend: str | No
         platform = "cpu"
     try:
         return facts(step, args, platform)
-    except PartitionError:
+    except (PartitionError, UnsupportedJax):
         return None  # what the compiled program shows is still audited
 
 
@@ -79,7 +79,7 @@ def mesh_of(args: Any) -> Any:
 
 def order_of(mesh: Any) -> list[int] | None:
     """Device id of each mesh position; None (in order) for an abstract mesh or ids that do not count from 0."""
-    devices = getattr(mesh, "devices", None)
+    devices = None if isinstance(mesh, AbstractMesh) else getattr(mesh, "devices", None)
     if devices is None:
         return None
     ids = [d.id for d in devices.flat]

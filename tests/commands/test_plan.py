@@ -98,3 +98,67 @@ def test_help_does_not_import_jax():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "plan" in done.stdout and "topo" in done.stdout
+
+
+BROKEN = """
+import jax, jax.numpy as jnp
+SHAPES = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32))
+def step(params, x):
+    return params - jax.grad(lambda p: (x @ p).mean())(params)
+def raising():
+    return step, [][3]
+def shapes():
+    return step, SHAPES
+def lax(params=1.0, x=2.0):
+    return params, x
+def leaving():
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "text, name, message, hint",
+    [
+        ("def f(:\n", "f", "mine.py cannot be loaded: SyntaxError: invalid syntax", "mine.py:1"),
+        ("import nothing_of_this_name\n", "f", "cannot be loaded: ModuleNotFoundError: No module", "mine.py:1 (import"),
+        ("x = 1 / 0\n", "f", "mine.py cannot be loaded: ZeroDivisionError: division by zero", "mine.py:1 (x = 1"),
+        (BROKEN, "raising", "mine.py:raising failed: IndexError: list index out of range", "(return step, [][3])"),
+        (BROKEN, "leaving", "mine.py:leaving failed: SystemExit: 3", "(raise SystemExit(3))"),
+        (BROKEN, "step", "mine.py:step takes arguments (params, x), as a step does; expected a function", "def NAME()"),
+        (BROKEN, "lax", "gave a tuple of 2 (float, float); expected (step, arguments)", "def NAME()"),
+        (BROKEN, "SHAPES", "gave a tuple of 2 (ShapeDtypeStruct, ShapeDtypeStruct)", "def NAME()"),
+        (BROKEN, "shapes", "the step of", "(return params - jax.grad(lambda p: (x @ p).mean())(params))"),
+    ],
+)
+def test_what_the_users_file_raises_is_told_with_its_line(capsys, tmp_path, text, name, message, hint):
+    (tmp_path / "mine.py").write_text(text)
+    argv = ["plan", f"{tmp_path}/mine.py:{name}", "--cluster", "cpu:8"]
+    status, io = run(capsys, *argv, "--json")
+    error = json.loads(io.out)["error"]
+    assert status == 2 and io.err == ""
+    assert message in error["message"] and hint in error["hint"]
+    status, io = run(capsys, *argv)
+    assert status == 2 and "Traceback" not in io.err and message in io.err
+
+
+@pytest.mark.parametrize("out, why", [("", "it is a folder"), ("none/plan.json", "there is no folder")])
+def test_a_file_that_cannot_be_written_is_told_before_planning(capsys, tmp_path, out, why):
+    status, io = run(capsys, "plan", "no-such-model", "--cluster", "cpu:8", "--out", f"{tmp_path}/{out}", "--json")
+    assert status == 2 and why in json.loads(io.out)["error"]["message"]
+
+
+def test_the_hint_of_a_wrong_command_line_is_short(capsys):
+    status, io = run(capsys, "plan", "llama3-tiny", "--json")
+    error = json.loads(io.out)["error"]
+    assert status == 2 and error["hint"] == "lensjax plan --help shows how it is called"
+
+
+@pytest.mark.parametrize("memory", ["nan", "-1", "inf"])
+def test_a_memory_that_is_no_number_of_bytes(capsys, memory):
+    status, io = run(capsys, *TINY, f"--memory={memory}", "--json")
+    assert status == 2 and "expected a positive number of bytes" in json.loads(io.out)["error"]["message"]
+
+
+def test_a_cluster_of_too_many_factors_is_a_sentence(capsys):
+    status, io = run(capsys, "topo", "cpu:2x4x2", "--json")
+    assert status == 2 and "'cpu:2x4x2' has 3 factors" in json.loads(io.out)["error"]["message"]

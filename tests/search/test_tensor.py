@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from lensjax import Cluster, PlanError
+from lensjax.cost.price import price
 from lensjax.models.targets import target
 from lensjax.program.program import analyze
 from lensjax.search.presets import preset
-from lensjax.search.price import price
 from lensjax.search.tensor import expert_axes, tensor_axes
 from tests.zoo import FAMILIES
 
@@ -73,6 +73,8 @@ def test_experts_are_the_axis_that_selects_a_weight():
     [
         ("ep=4", "no matmul selects a weight by an axis"),
         ("tp=7,dp=1", "multiple of 7"),
+        ("hsdp=2,fsdp=4", "two names of one way to split"),
+        ("tp=2,tp_sp=4", "two names of one way to split"),
     ],
 )
 def test_what_cannot_apply_says_why(text, message):

@@ -87,18 +87,22 @@ def left_replicated(case: Case) -> Iterator[Finding]:
     if sum(a.nbytes for v, a in held if facts.pieces(v) > 1) < 0.5 * total:
         return  # whole parameters are the plan here (data parallel), not an oversight
     state = sum(_state_bytes(facts, facts.program, i) for i in range(len(facts.program.arguments))) or 1.0
+    whole = []
     for leaf, argument in enumerate(facts.program.arguments):
         value = facts.argument(leaf)
         if argument.role != "parameter" or value is None or facts.pieces(value) > 1:
             continue
         local = value.bytes + _followers(facts, facts.program, leaf)
         if local > SMALL * state and local > SMALL * case.peak:
-            yield Finding(
-                "left_replicated", "warning", "", local,
-                f"{argument.path} {list(argument.shape)} is whole on every device ({size(local)} with its optimizer "
-                f"state, {local / state:.0%} of the state that a device holds), while most parameters are split",
-                "give it a sharding; its optimizer state follows",
-            )  # fmt: skip
+            whole.append((local, f"{argument.path} {list(argument.shape)}"))
+    if whole:
+        total = sum(local for local, _ in whole)
+        yield Finding(
+            "left_replicated", "warning", "", total,
+            f"{_largest(whole)} whole on every device, while most parameters are split: {size(total)} with optimizer "
+            f"state, {total / state:.0%} of the state that a device holds",
+            "give it a sharding; its optimizer state follows",
+        )  # fmt: skip
 
 
 def _followers(facts: Facts, program: Program, leaf: int) -> float:

@@ -1,7 +1,4 @@
-"""The price of a plan: what is priced is what runs.
-
-score(plan) = cost(partition(lower(passes(program, plan))))
-"""
+"""Choosing: every preset that applies is priced by one scorer, and the fastest that fits is taken."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lensjax._errors import BatchError, DoesNotFit, PlanError
 from lensjax._units import size
-from lensjax.cost import score
-from lensjax.partition import partition
-from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.cost.price import price
 from lensjax.passes.shardings import resolve, ways
-from lensjax.plan.pins import Pin
+from lensjax.plan.grammar import AXES
+from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.search.presets import enumerate_presets, preset
+from lensjax.search.presets import enumerate_presets, pinnable, preset
 from lensjax.topology.cluster import Cluster
 
 
@@ -46,13 +42,6 @@ class Choice:
     plan: Plan
     candidates: tuple[Candidate, ...]
     memory: float
-
-
-def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
-    """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
-    apply."""
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cpu")
-    return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))
 
 
 def price_all(
@@ -89,11 +78,12 @@ def choose(
 
     Raises DoesNotFit, with what binds and the nearest plan, when none does.
     """
+    check_applicable(pins, {a.path: a.shape for a in pinnable(program)}, AXES)
     limit = cluster.device.memory if memory is None else memory
     names = enumerate_presets(cluster.devices, [t.size for t in cluster.tiers])
     tiers = tier_names(cluster)
     makers = [(n, lambda n=n: preset(n, program, cluster.devices, pins=pins, tier_of=tiers)) for n in names]
-    candidates = sorted(price_all(program, makers, cluster, progress), key=lambda c: c.step_s)
+    candidates = sorted(price_all(program, makers, cluster, progress), key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -102,11 +92,22 @@ def choose(
     return Choice(best, tuple(candidates), limit)
 
 
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """The faster first, and of two that are equally fast the one that holds less."""
+    p = candidate.plan.predicted if candidate.plan is not None else None
+    return candidate.step_s, p.peak_bytes if p is not None else math.inf
+
+
 def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float) -> Exception:
     """The error for a step that no candidate makes fit: what binds, by how much, and the nearest plan."""
     applicable = [c for c in candidates if c.plan is not None]
     if not applicable:
-        reasons = "\n".join(f"  {c.name}: {c.reason}" for c in candidates)
+        names: dict[str, list[str]] = {}
+        for c in candidates:
+            names.setdefault(c.reason, []).append(c.name)
+        if len(names) == 1:
+            return PlanError(f"no plan applies to this step: {next(iter(names))}")
+        reasons = "\n".join(f"  {', '.join(who)}: {reason}" for reason, who in names.items())
         return PlanError(f"no plan applies to this step:\n{reasons}")
     nearest = min(applicable, key=lambda c: c.plan.predicted.peak_bytes)  # type: ignore[union-attr]
     plan = nearest.plan

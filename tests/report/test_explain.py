@@ -1,0 +1,97 @@
+"""What people read: no number broken from its unit, no "0.0% faster", no sign on nothing."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import lensjax
+from lensjax._units import duration, size
+from lensjax.plan.plan import Axis, MeshPlan, Plan, Predicted
+from lensjax.report.explain import against, reasons
+from lensjax.report.flow import Flow
+from lensjax.report.units import typed
+from lensjax.search.choose import Candidate, Choice
+
+
+def shown(item, width):
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(item)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", range(24, 60))
+def test_no_line_ends_inside_a_number(width):
+    text = "predicted: 12.5 ms per step; sent per device and step: process 3.00 MiB, host 2.11 MiB, [rack] 7 B"
+    lines = shown(Flow(text), width).splitlines()
+    assert " ".join(" ".join(lines).split()) == text
+    for part in ("process 3.00 MiB,", "host 2.11 MiB,", "12.5 ms", "7 B"):
+        assert any(part in line for line in lines), lines
+
+
+@given(st.floats(-1e6, 1e6))
+def test_a_duration_has_its_sign_once_and_nothing_has_none(s):
+    text = duration(s)
+    assert text.count("-") <= 1 and not text.startswith(("-0 ", "-0.0 "))
+    assert text.startswith("-") == (s < 0 and text != "0 s")
+
+
+def test_small_numbers():
+    assert [duration(x) for x in (-1e-12, 0.0, -2.0, 4.5e-5)] == ["0 s", "0 s", "-2.00 s", "45.0 us"]
+    assert size(-0.2) == "0 B"
+
+
+def candidate(name, step_s, peak):
+    return Candidate(name, Plan(MeshPlan((Axis("dp", 8),)), name=name, predicted=Predicted(step_s, peak, {})))
+
+
+@pytest.mark.parametrize(
+    "step_s, peak, text",
+    [
+        (1.0, 1000.0, "as fast as other, the two cost the same, and the first that was tried is kept"),
+        (1.0, 3048.0, "as fast as other, and takes 2.00 KiB less memory"),
+        (1.0001, 900.0, "as fast as other, by 100.0 us the faster, with 100 B more memory"),
+        (1.5, 1000.0, "50.0% faster"),
+        (1.5, 900.0, "50.0% faster (memory +100 B)"),
+    ],
+)
+def test_why_a_plan_won(step_s, peak, text):
+    mine, other = candidate("mine", 1.0, 1000.0), candidate("other", step_s, peak)
+    assert against(mine.plan.predicted, other) == text
+    choice = Choice(mine.plan, (mine, other), 1e9)
+    assert reasons(choice).text == f"chosen over other: {text}"
+
+
+def test_types_and_splits_as_people_write_them():
+    def step(params, key, x):
+        noise = jax.random.normal(key, x.shape)
+        return params - jax.grad(lambda p: ((x + noise) @ p).mean())(params)
+
+    train = lensjax.parallelize(step, plan="fsdp", batch_argnums=2)
+    shapes = jax.eval_shape(lambda: (jnp.zeros((64, 64)), jax.random.key(0), jnp.zeros((8, 64))))
+    train.plan_for(*shapes)
+    assert "key<" not in train.explain_trace() and "float32[64, 64]" in train.explain_trace()
+    assert typed(shapes[1].dtype, ()) == "key" and typed(shapes[1].dtype, (4,)) == "key[4]"
+    assert "[fsdp, _]" in train.explain()  # and rich took it for no markup
+
+
+def test_notices_are_no_markup():
+    from lensjax.report.explain import render
+
+    assert render(Flow("the leaf [batch] is whole")) == "the leaf [batch] is whole"
+
+
+def test_the_table_keeps_numbers_and_names_whole():
+    from lensjax.report.explain import refused, table
+
+    fast, slow = candidate("dp=2,fsdp:again=4", 0.0181, 1012.27 * 1024), candidate("zero1", 0.0202, 2.21 * 2**20)
+    other = [Candidate("tp", None, "no axis of 3"), Candidate("tp_sp", None, "no axis of 3")]
+    choice = Choice(fast.plan, (fast, slow, *other), 1e9)
+    text = shown(table(choice), 56)  # too narrow for the names, which fold
+    assert "1012.27 KiB" in text and "dp=2,fsdp:again=4" not in text and "…" not in text
+    assert shown(refused(choice), 80) == "tp, tp_sp do not apply: no axis of 3\n"
+    assert refused(Choice(fast.plan, (fast, slow), 1e9)) is None
