@@ -123,6 +123,13 @@ def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(e for e in open_jaxpr(jaxpr).effects if effects.ordered_effects.contains(e))
 
 
+def weaken(array: Any) -> Any:
+    """The same array with a weak type, as Python numbers have it (and what is made of them, until it meets another)."""
+    from jax._src.lax import lax
+
+    return lax._convert_element_type(array, weak_type=True)
+
+
 def jit_disabled() -> bool:
     """Whether the user runs everything operation by operation (`jax.disable_jit`)."""
     config: Any = jax.config

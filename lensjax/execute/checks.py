@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from lensjax import _jax
 from lensjax._errors import BatchError, StateError
@@ -31,7 +32,7 @@ def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 
 def traced(leaves: Sequence[Any]) -> bool:
     """Whether the step is called inside another program that JAX is tracing."""
-    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+    return any(isinstance(x, Tracer) for x in leaves)
 
 
 def check_state(old: Program, call: Call) -> None:

@@ -32,7 +32,8 @@ class OtherSignature(Exception):
 @dataclasses.dataclass(frozen=True)
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
-    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then."""
+    `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then.
+    `several`: there are other processes."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -41,6 +42,7 @@ class Executable:
     captured: tuple[jax.Array, ...]
     guarded: bool
     numerics: tuple[Any, ...]
+    several: bool
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -75,9 +77,13 @@ class Executable:
         self.compiled  # noqa: B018 - compiles
 
     def taken_as_it_is(self, i: int, leaf: Any) -> bool:
-        """Whether JAX places argument `i` itself: no state, and not committed to devices."""
-        state = self.emitted.program.arguments[i].result is not None
-        return not state and not (isinstance(leaf, jax.Array) and leaf.committed)
+        """Whether JAX places argument `i` itself: no state, and not committed to devices. With several processes it
+        places Python numbers only."""
+        if self.emitted.program.arguments[i].result is not None:
+            return False
+        if self.several:
+            return isinstance(leaf, bool | int | float | complex)
+        return not (isinstance(leaf, jax.Array) and leaf.committed)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -92,14 +98,25 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
-        if self.direct:
+        if self.direct and not self.several:
             if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
             return self.jitted(*args)
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
         if leaves is None or (self.emitted.donated and self._unsafe(leaves)):
             raise OtherSignature
+        if self.several:
+            leaves = [self._everywhere(i, x) for i, x in enumerate(leaves)]
+            if self.direct:
+                return self.jitted(*self.emitted.program.call.rebuild(leaves)[0])
         return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
+
+    def _everywhere(self, i: int, leaf: Any) -> Any:
+        """With several processes: the leaf as a global array (numpy and process-local arrays hold the same value in
+        each process)."""
+        if self.taken_as_it_is(i, leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            return leaf
+        return place(leaf, self.emitted.arguments[i])
 
     def _unsafe(self, leaves: list[Any]) -> bool:
         """Whether XLA must not see these arguments: a buffer that stands twice and is given up, or was given up before,
@@ -147,7 +164,7 @@ def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donat
     direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
-    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics())
+    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), jax.process_count() > 1)
 
 
 def _has_kwargs(program: Program) -> bool:

@@ -18,7 +18,7 @@ import jax
 from jax.tree_util import DictKey, register_pytree_with_keys_class
 
 from lensjax import _jax
-from lensjax._errors import StateError
+from lensjax._errors import StateError, TraceError
 
 
 class Structure:
@@ -133,12 +133,23 @@ def take(tree: Any, known: Structure | None = None) -> Taken:
     refs = nnx.graph.RefMap()
     graphdef, state = nnx.flatten(tuple(flat[i] for i in where), ref_index=refs, graph=True)
     if known is None or not _equal(known.graphdef, graphdef):
+        _check_plain(state)
         known = Structure(graphdef, _names(len(where), state.paths))
     held = [isinstance(x, nnx.Variable) for x in state.leaves]
     inner = [x.get_raw_value() if h else x for h, x in zip(held, state.leaves)]
     for i, values in zip(where, known.group(inner)):
         flat[i] = values
     return Taken(jax.tree.unflatten(treedef, flat), known, tuple(state.leaves), refs, all(held))
+
+
+def _check_plain(state: Any) -> None:
+    """Raises TraceError for variables that are no plain values (Flax's experimental references and hijax types)."""
+    for path, x in zip(state.paths, state.leaves):
+        if getattr(x, "ref", False) or getattr(x, "hijax", False):
+            raise TraceError(
+                f"the variable {'/'.join(map(str, path[1:]))} is made with {'ref' if x.ref else 'hijax'}=True",
+                hint="make it without: lensjax updates ordinary variables in place itself",
+            )
 
 
 def _names(count: int, paths: Sequence[Any]) -> tuple[tuple[str, ...], ...]:

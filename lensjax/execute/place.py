@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.plan.plan import MeshPlan
 
@@ -57,7 +58,8 @@ def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     value = np.asarray(leaf, jax.typeof(leaf).dtype)
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    made = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return _jax.weaken(made) if jax.typeof(leaf).weak_type else made
 
 
 def local_to_global(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -34,7 +34,7 @@ def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> st
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
-    parts = [headline(program, choice), table(choice), reasons(choice), leaves(program, choice.plan)]
+    parts = [headline(program, choice), table(choice), refused(choice), reasons(choice), leaves(program, choice.plan)]
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
 
@@ -58,15 +58,23 @@ def headline(program: Program, choice: Choice) -> Any:
 def table(choice: Choice) -> Table:
     tiers = list(choice.plan.predicted.tiers) if choice.plan.predicted else []
     out = Table(
-        "plan", "step", "compute", "exposed", "peak", "fits", *[f"sent on {t}" for t in tiers], box=None, pad_edge=False
+        "plan",
+        "step",
+        "compute",
+        "exposed",
+        "peak",
+        "fits",
+        *[f"sent on\n{t}" for t in tiers],
+        box=None,
+        pad_edge=False,
     )
+    out.columns[0].overflow = "fold"  # a name that is cut short names no plan
     for column in out.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for c in sorted(choice.candidates, key=lambda c: (not c.fits(choice.memory), c.step_s)):
         p = c.plan.predicted if c.plan is not None else None
         if p is None:
-            out.add_row(c.name, Text(f"does not apply: {c.reason}", overflow="fold"))
-            continue
+            continue  # said below the table, where there is room for the reason
         mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
         out.add_row(
             c.name + mark,
@@ -78,6 +86,18 @@ def table(choice: Choice) -> Table:
             *[size(p.tiers.get(t, 0.0)) for t in tiers],
         )
     return out
+
+
+def refused(choice: Choice) -> Flow | None:
+    """The candidates that do not apply, and why: each reason once."""
+    names: dict[str, list[str]] = {}
+    for c in choice.candidates:
+        if c.plan is None:
+            names.setdefault(c.reason, []).append(c.name)
+    lines = [
+        f"{', '.join(who)} {'do' if len(who) > 1 else 'does'} not apply: {reason}" for reason, who in names.items()
+    ]
+    return Flow("\n".join(lines)) if lines else None
 
 
 def reasons(choice: Choice) -> Flow | None:

@@ -13,7 +13,7 @@ __all__ = ["duration", "size", "spec", "typed"]
 
 def typed(dtype: Any, shape: tuple[int, ...]) -> str:
     """A type as "float32[8, 16]", a random key as "key" or "key[8]"."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return f"key{list(shape)}" if shape else "key"
     return f"{dtype}{list(shape)}"
 

@@ -78,7 +78,7 @@ def test_donated_state_used_again_names_the_leaf():
     state = train.init(create, batch=batch())
     new, _ = train(state, batch())
     for _ in range(2):  # the same words on the second and on every later use
-        with pytest.raises(StateError, match="was donated to an earlier call and is gone"):
+        with pytest.raises(StateError, match="6 more were donated to an earlier call and are gone"):
             train(state, batch())
     train(new, batch())
 

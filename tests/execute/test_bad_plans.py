@@ -169,3 +169,17 @@ def test_plans_that_presets_make_are_valid():
     for text in ("dp", "zero1", "fsdp:again", "hsdp=4", "dp=2,zero1=4", "fsdp=4,tp=2", "fsdp=4,tp_sp=2"):
         plan = preset(text, program, 8)
         assert validate(plan, layers=[n.name for n in program.layers]) == plan
+
+
+@pytest.mark.parametrize("text", ["ep=4", "fsdp=2,ep=4", "dp=2,fsdp=2,tp=2"])
+def test_plans_with_experts_are_valid(text):
+    from lensjax.plan.validate import validate
+    from lensjax.program.program import analyze
+    from lensjax.search.presets import preset
+    from tests.zoo import FAMILIES
+
+    made = FAMILIES["moe_dense"].make()
+    shapes = jax.eval_shape(made.init, jax.random.key(0)), jax.eval_shape(made.batch, jax.random.key(1))
+    program = analyze(made.step, shapes)
+    plan = preset(text, program, 8)
+    assert validate(plan, layers=[n.name for n in program.layers]) == plan

@@ -327,12 +327,18 @@ def test_weak_types_are_part_of_the_signature():
     assert len(train._ready) == 2 and "rate is float32[]" in train.notices[0]
 
 
-def test_a_step_is_compiled_once(caplog):
-    train = lensjax.parallelize(sgd(squared), plan="fsdp")
+@pytest.mark.parametrize("made", ["by init", "elsewhere"])
+def test_a_step_is_compiled_once(caplog, made):
+    def step(state, x):
+        return {"w": state["w"] - jax.grad(squared)(state["w"], x), "step": state["step"] + 1}
+
+    train = lensjax.parallelize(step, plan="fsdp")
+    create = lambda: {"w": weight(), "step": 0}
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
-        state = train.init(weight, batch=data())
+        state = train.init(create, batch=data()) if made == "by init" else create()
         for _ in range(3):
-            state, _ = train(state, data())
+            state = train(state, data())
+    assert int(state["step"]) == 3
     assert sum("Finished XLA compilation of jit(step)" in r.getMessage() for r in caplog.records) == 1
 
 

@@ -334,6 +334,14 @@ def test_a_module_that_the_step_closes_over_cannot_be_updated():
         lensjax.parallelize(lambda x: step(model, optimizer, x), plan="dp")(data())
 
 
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+def test_experimental_variables_are_refused(kind):
+    with nnx.var_defaults(**{kind: True}):
+        model, optimizer = create()
+    with pytest.raises(TraceError, match=rf"the variable .* is made with {kind}=True"):
+        lensjax.parallelize(step, plan="dp")(model, optimizer, data())
+
+
 def test_flax_is_not_imported_for_other_steps():
     code = (
         "import sys, jax.numpy as jnp, numpy as np, jax, lensjax\n"

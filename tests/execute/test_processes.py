@@ -1,4 +1,5 @@
-"""Two processes of four devices compute what one process of eight does, each bringing its own rows of the batch."""
+"""Two processes of four devices compute what one process of eight does, each bringing its own rows of the batch, or the
+whole batch."""
 
 import json
 import os
@@ -17,7 +18,7 @@ PROGRAM = textwrap.dedent("""
     import lensjax
     from tests.zoo import FAMILIES
 
-    plan, family = sys.argv[4], sys.argv[5]
+    plan, family, feed = sys.argv[4:7]
     made = FAMILIES[family].make()
     batch = jax.device_get(made.batch(jax.random.key(1)))
     train = lensjax.parallelize(made.step, plan=plan, cluster="cpu:2x4")
@@ -25,18 +26,19 @@ PROGRAM = textwrap.dedent("""
     rows = lambda x: x.reshape(count, len(x) // count, *x.shape[1:])[index]
     losses = []
     for _ in range(3):
-        state, metrics = train(state, train.from_local(jax.tree.map(rows, batch)))
+        given = train.from_local(jax.tree.map(rows, batch)) if feed == "rows" else batch
+        state, metrics = FAMILIES[family].call(train, state, given)
         losses.append(float(metrics["loss"]))
     print("LOSSES", json.dumps(losses), flush=True)
 """)
 
 
-def run(count, plan, family, port):
+def run(count, plan, family, feed, port):
     devices = 8 // count
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, f"localhost:{port}", str(count), str(i), plan, family],
+            [sys.executable, "-c", PROGRAM, f"localhost:{port}", str(count), str(i), plan, family, feed],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i in range(count)
@@ -50,8 +52,15 @@ def run(count, plan, family, port):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["fsdp", "dp=2,zero1=4"])
-def test_two_processes_equal_one(plan, free_port):
-    (expected,) = run(1, plan, "gpt_scan_remat_dropout", free_port)
-    for losses in run(2, plan, "gpt_scan_remat_dropout", free_port):
+@pytest.mark.parametrize(
+    "plan, family, feed",
+    [
+        ("fsdp", "gpt_scan_remat_dropout", "rows"),
+        ("dp=2,zero1=4", "gpt_scan_remat_dropout", "whole"),
+        ("dp=2,fsdp=4", "nnx_lora", "whole"),
+    ],
+)
+def test_two_processes_equal_one(plan, family, feed, free_port):
+    (expected,) = run(1, plan, family, feed, free_port)
+    for losses in run(2, plan, family, feed, free_port):
         assert losses == pytest.approx(expected, rel=1e-5)
