@@ -268,7 +268,7 @@ def _families(rows: dict) -> str:
     flagged = {k: v for k, v in flagged.items() if v}
     out = ["## The model zoo", ""]
     out += [
-        f"{len(done)} pairs of family and preset (of 24 x 6) compiled for 8 H100 so far, {len(flagged)} with a finding.",
+        f"{len(done)} pairs of family and preset (of 24 x 6) compiled for 8 H100, {len(flagged)} with a finding.",
         "",
     ]
     out += [f"- {_cell(k)}: {'; '.join(v)[:300]}" for k, v in sorted(flagged.items())]
