@@ -88,7 +88,7 @@ _HEADS = {n: (programs.WIDTH, 5, programs.HEAD) for n in "qkv"} | {"o": (5, prog
 FAULTS: dict[str, Fault] = {
     "unconstrained carry": Fault("batch_lost", Scheme(pin=False), "[tokens]"),
     "missing donation": Fault("not_donated", Scheme(donate=False)),
-    "f32 master gathered": Fault("wide_wire", dataclasses.replace(_FSDP, weight=_f32_gather), "weight"),
+    "f32 master gathered": Fault("wide_wire", dataclasses.replace(_FSDP, weight=_f32_gather), "astype"),
     "optimizer replicated": Fault("optimizer_replicated", dataclasses.replace(_FSDP, moments=lambda n, s: P())),
     "logits gathered": Fault(
         "gathered_whole", Scheme(logits=lambda wr, x: wr.put(x, wr.data, None, None)), "with_sharding_constraint"

@@ -31,10 +31,7 @@ def check_fault(name, variant):
     assert hits[0].hint and hits[0].message
     if fault.line:
         file, _, rest = hits[0].line.rpartition(":")
-        line = linecache.getline(file, int(rest.split()[0]))
-        if name == "f32 master gathered" and fault.line not in line:
-            pytest.xfail("XLA gives the gather the line of the loop around it, not of the weight's use")
-        assert fault.line in line
+        assert fault.line in linecache.getline(file, int(rest.split()[0]))
 
 
 def check_clean(name):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lensjax.verify.collectives import Collective
 from lensjax.verify.finding import SMALL, Case, Finding, size
-from lensjax.verify.hlo import Computation, Instruction, Module
+from lensjax.verify.hlo import Computation, Frame, Instruction, Module
 from lensjax.verify.hlo.shapes import BITS
 from lensjax.verify.lines import where
 from lensjax.verify.traffic import step_bytes
@@ -25,28 +25,28 @@ def wide_wire(case: Case) -> Iterator[Finding]:
     """
     if case.artifact.backend == "cpu":
         return
-    worst: dict[str, tuple[float, Collective, str, str]] = {}
+    worst: dict[str, tuple[float, Collective, str, str, str]] = {}
     saved: dict[str, float] = {}
     for c in case.found.collectives:
         wide = max(c.operands, key=lambda s: s.bytes, default=None)
         if wide is None or BITS[wide.dtype] < 16:
             continue
         computation = case.module.computations[c.computation]
-        narrow, kind = narrower(case.module, computation, computation.by_name[c.name], wide.dtype, c.kind)
+        narrow, kind, stack = narrower(case.module, computation, computation.by_name[c.name], wide.dtype)
         if not narrow:
             continue
         gain = step_bytes(c) * (1 - BITS[narrow] / BITS[wide.dtype]) * wide.bytes / max(c.payload, 1)
         kind = "moved" if kind == "narrowed" and _was_narrow(case, c, narrow) else kind
         saved[kind] = saved.get(kind, 0.0) + gain
         if kind not in worst or gain > worst[kind][0]:
-            worst[kind] = (gain, c, wide.dtype, narrow)
-    for kind, (_, c, wide, narrow) in worst.items():
+            worst[kind] = (gain, c, wide.dtype, narrow, where(stack or c.stack))
+    for kind, (_, c, wide, narrow, line) in worst.items():
         if saved[kind] < SMALL * max(case.total_sent, 1.0):
             continue
         why, hint = _WHY[kind]
         yield Finding(
             "widened_wire" if kind == "widened" else "wide_wire", "note" if kind == "moved" else "warning",
-            where(c.stack), saved[kind],
+            line, saved[kind],
             f"{c.kind} sends {wide} where {narrow} is meant: {why}; {size(saved[kind])} per step on each device could "
             "stay",
             hint.format(narrow),
@@ -74,14 +74,19 @@ def _was_narrow(case: Case, c: Collective, narrow: str) -> bool:
     return any(p.source == line and p.dtype == narrow for p in case.facts.parts.collectives if p.op == "all_gather")
 
 
-def narrower(module: Module, computation: Computation, start: Instruction, dtype: str, kind: str) -> tuple[str, str]:
-    """(narrow type, "widened" or "narrowed") of a collective whose value is narrow before or after; ("", "") else."""
+def narrower(
+    module: Module, computation: Computation, start: Instruction, dtype: str
+) -> tuple[str, str, tuple[Frame, ...]]:
+    """(narrow type, "widened" or "narrowed", the Python frames of the conversion) of a collective whose value is narrow
+    before or after; ("", "", ()) else. Frames only of a conversion after it, which is what to move."""
     wide = [o for o in computation.operands(start) if any(s.dtype == dtype for s in o.shapes)]
     before = {_narrow_source(module, ((computation, o),), dtype, _REACH) for o in wide}
     if len(before) == 1 and (found := before.pop()):
-        return found, "widened"
-    after = _narrow_readers(module, computation, start, dtype)
-    return (after, "narrowed") if after else ("", "")
+        return found, "widened", ()
+    converts: list[Instruction] = []
+    after = _narrow_readers(module, computation, start, dtype, converts)
+    stacks = (module.stack(i) for i in converts)
+    return (after, "narrowed", next((s for s in stacks if s), ())) if after else ("", "", ())
 
 
 _Place = tuple[tuple[Computation, Instruction], ...]
@@ -115,8 +120,11 @@ def _narrow_source(module: Module, place: _Place, dtype: str, reach: int) -> str
     return below.pop() if len(below) == 1 else ""
 
 
-def _narrow_readers(module: Module, computation: Computation, start: Instruction, dtype: str) -> str:
-    """The narrower float type to which every reader converts what a collective returns first thing; "" else."""
+def _narrow_readers(
+    module: Module, computation: Computation, start: Instruction, dtype: str, converts: list[Instruction]
+) -> str:
+    """The narrower float type to which every reader converts what a collective returns first thing; "" else. The
+    conversions are put into `converts`."""
     todo, seen, narrow = [start], {start.name}, set()
     while todo:
         at = todo.pop()
@@ -129,8 +137,9 @@ def _narrow_readers(module: Module, computation: Computation, start: Instruction
             seen.add(user.name)
             if user.opcode == "convert":
                 narrow.add(user.shapes[0].dtype)
+                converts.append(user)
             elif user.opcode == "fusion":
-                narrow |= _converted_inside(module, user, at.name)
+                narrow |= _converted_inside(module, user, at.name, converts)
             elif user.opcode in PASSING or user.opcode.endswith("-done"):
                 if _is_own(user, dtype):
                     todo.append(user)
@@ -145,7 +154,7 @@ def _is_own(user: Instruction, dtype: str) -> bool:
     return user.is_tuple or (bool(user.shapes) and user.shapes[0].dtype == dtype)
 
 
-def _converted_inside(module: Module, fusion: Instruction, name: str) -> set[str]:
+def _converted_inside(module: Module, fusion: Instruction, name: str, converts: list[Instruction]) -> set[str]:
     """Types to which a fusion converts one of its operands before anything else; {""} where it uses it as it is."""
     inside = next((module.computations[c] for c in fusion.called if c in module.computations), None)
     if inside is None:
@@ -161,6 +170,7 @@ def _converted_inside(module: Module, fusion: Instruction, name: str) -> set[str
         for user in users:
             if user.opcode == "convert":
                 found.add(user.shapes[0].dtype)
+                converts.append(user)
             elif user.opcode in PASSING:
                 todo.append(user)
             else:
