@@ -1,6 +1,6 @@
 """Emission: a program under a plan as something that JAX lowers and runs.
 
-`lowerable` is the one way from a plan to XLA: what is priced, what is verified and what runs are the same jaxpr with
+`emit` is the one way from a plan to XLA: what is priced, what is verified and what runs are the same jaxpr with
 the same shardings.
 """
 
@@ -48,7 +48,7 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
 def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
     """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    pinned = pin(on_mesh(program, plan, mesh), plan, mesh)
+    pinned = pin(on_mesh(program, plan, mesh), plan, mesh, shardings)
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )

@@ -5,8 +5,7 @@ reduce-scattered. So the pass pins
 
     activations      results of matmuls, convolutions and lookups, loop carries and slices: split along the batch
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
-                     forward to
-                     backward) or again in the backward (with a barrier, so that the two gathers stay two)
+                     forward to backward) or again in the backward (with a barrier, so that the two stay two)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
 Values keep their numbers: a constraint is the identity.
@@ -25,9 +24,9 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
-from lensjax.passes.shardings import Shardings, batch_axes, named, resolve, ways
+from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.plan.plan import Plan, Spec
-from lensjax.program.edit import Builder, body_operands, is_var, map_bodies, shape_of
+from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
 from lensjax.program.program import Program
 
@@ -45,29 +44,13 @@ class Weight:
     gather: str  # "once" | "again"
 
 
-class Constrain:
-    """`x -> with_sharding_constraint(x, sharding)`; equal shardings trace once."""
-
-    def __init__(self, sharding: NamedSharding):
-        self.sharding = sharding
-
-    def __call__(self, x):
-        return jax.lax.with_sharding_constraint(x, self.sharding)
-
-    def __hash__(self):
-        return hash(self.sharding)
-
-    def __eq__(self, other):
-        return isinstance(other, Constrain) and self.sharding == other.sharding
-
-
 def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any) -> Program:
-    """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes."""
-    shardings = resolve(program, plan)
+def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings) -> Program:
+    """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
+    `shardings`: what the plan resolves to."""
     if plan.mesh.size == 1:
         return program
     return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())

@@ -15,9 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from lensjax import _jax
 from lensjax._errors import PlanError
-from lensjax.passes.pin import Constrain
 from lensjax.plan.plan import Plan
-from lensjax.program.edit import Builder, all_equations, map_bodies, splice
+from lensjax.program.edit import Builder, Constrain, all_equations, map_bodies, splice
 from lensjax.program.opaque import is_kernel
 from lensjax.program.program import Program
 

@@ -96,6 +96,22 @@ def _traced(fn: Callable, avals: tuple[Any, ...]) -> Any:
     return jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
 
 
+class Constrain:
+    """`x -> with_sharding_constraint(x, sharding)`; equal shardings trace once."""
+
+    def __init__(self, sharding: jax.sharding.NamedSharding):
+        self.sharding = sharding
+
+    def __call__(self, x):
+        return jax.lax.with_sharding_constraint(x, self.sharding)
+
+    def __hash__(self):
+        return hash(self.sharding)
+
+    def __eq__(self, other):
+        return isinstance(other, Constrain) and self.sharding == other.sharding
+
+
 class Builder:
     """Collects the equations of one body while a pass rewrites it.
 

@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jcore
 
 from lensjax import _jax
-from lensjax.program.edit import Builder, is_var, map_bodies
+from lensjax.program.edit import Builder, Constrain, is_var, map_bodies
 
 _CALLS = {
     "jit": "jaxpr",
@@ -85,25 +85,9 @@ def _constrained(b: Builder, atoms: list[Any], shardings: Any, like: Any) -> lis
     out = []
     for atom, sharding in zip(atoms, shardings):
         if isinstance(sharding, jax.sharding.NamedSharding) and is_var(atom):
-            (atom,) = b.apply(_Constrain(sharding), atom, like=like)
+            (atom,) = b.apply(Constrain(sharding), atom, like=like)
         out.append(atom)
     return out
-
-
-class _Constrain:
-    """`x -> with_sharding_constraint(x, sharding)`, hashable by the sharding."""
-
-    def __init__(self, sharding: Any):
-        self.sharding = sharding
-
-    def __call__(self, x):
-        return jax.lax.with_sharding_constraint(x, self.sharding)
-
-    def __hash__(self):
-        return hash(self.sharding)
-
-    def __eq__(self, other):
-        return isinstance(other, _Constrain) and self.sharding == other.sharding
 
 
 def _dead_code(jaxpr: Any) -> Any:

@@ -139,7 +139,7 @@ def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matches: Match
     inner = _jax.open_jaxpr(traced.jaxpr)
     count = len(traced.call.leaves)
 
-    updated = added_to(traced, state)
+    updated = added_to(traced, matches, deps)
 
     def is_parameter(i: int) -> bool:
         v = inner.invars[i]

@@ -157,17 +157,15 @@ _KEEPS = frozenset(
 )
 
 
-def added_to(traced: Traced, state: dict[int, int]) -> set[int]:
+def added_to(traced: Traced, matches: Matches, deps: dict[Any, int]) -> set[int]:
     """State that an update is added to and that no other state reads: parameters that no computation needs (those of a
     linear model do not stand in their own gradient)."""
     inner = _jax.open_jaxpr(traced.jaxpr)
-    kept = dependencies(traced.jaxpr, lambda e: e.primitive.name in _KEEPS)
-    full = dependencies(traced.jaxpr)
     found = set()
-    for i, o in state.items():
-        alone = not any(_dep(inner.outvars[other], full) >> i & 1 for j, other in state.items() if j != i)
-        changed = inner.outvars[o] is not inner.invars[i]
-        if alone and changed and inner.invars[i].aval.shape and _dep(inner.outvars[o], kept) >> i & 1:
+    for i in matches.replaced:
+        alone = not any(_dep(inner.outvars[o], deps) >> i & 1 for j, o in matches.state.items() if j != i)
+        changed = inner.outvars[matches.state[i]] is not inner.invars[i]
+        if alone and changed and inner.invars[i].aval.shape:
             found.add(i)
     return found
 
