@@ -34,7 +34,7 @@ class Codec(abc.ABC):
     name: ClassVar[str]
 
     def __str__(self) -> str:
-        """The name that `registry.parse_codec` reads back: only parameters that differ from the defaults are written."""
+        """The name that `registry.parse_codec` reads back; parameters only where they differ from the defaults."""
         words = [self.name]
         for f in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value = getattr(self, f.name)

@@ -55,7 +55,7 @@ class PowerSGD(Codec):
         return (count, *min(pairs, key=sum))
 
     def takes(self, shape: Shape) -> bool:
-        count, rows, columns = self.matrix(shape)
+        _, rows, columns = self.matrix(shape)
         fits = self.rank <= min(rows, columns)
         return fits and rows * columns >= self.least * self.rank * (rows + columns)
 

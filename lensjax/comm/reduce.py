@@ -171,7 +171,7 @@ def _local_state(made: Layout, state: Any) -> list[dict[str, jax.Array]]:
             name = next(str(b.codec) for b, w in zip(made.buckets, wanted) if w)
             raise CodecError(
                 f"{name} remembers what it could not send, and no state was given",
-                hint="state = lensjax.comm.init_state(gradient_shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
+                hint="state = lensjax.comm.init_state(shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
             )
         return [{} for _ in wanted]
     expected = jax.tree.map(lambda a: (1, *a.shape), wanted)

@@ -50,7 +50,7 @@ def run(x, *, state="init", **how):
     return step(x, first if isinstance(state, str) else state)
 
 
-def within_bound(codec, total, x, spec=P(), mesh=MESH):
+def within_bound(codec, total, x):
     """Whether each shard of the total is within the codec's bound of the exact sum of the same shard."""
     bound_of, exact = comm.parse_codec(codec).reduction_error, x.astype(np.float64).sum(0)
     for shard in {str(s.index): s for s in total.addressable_shards}.values():
@@ -263,7 +263,7 @@ def test_errors_name_the_leaf_and_say_what_to_do():
         run(x, codec="int4:32", inner="gpu", state=state)
     with pytest.raises(CodecError, match=r"w has the shape \(3,"):
         run({"w": np.zeros((3, 8), "f")}, spec=P())
-    with pytest.raises(CodecError, match="w is split by .* names node"):
+    with pytest.raises(CodecError, match=r"w is split by .* names node"):
         run({"w": np.zeros((2, 8), "f")}, spec=P("node"))
     with pytest.raises(CodecError, match="no axis 'pod'"):
         comm.reduction(whole(x), mesh=MESH, spec=P(), axes="pod")
