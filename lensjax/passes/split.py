@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jcore
 
 from lensjax import _jax
@@ -148,7 +149,7 @@ class _Writer:
         for op in reversed(body.ops):
             made = [v for v in op.outvars if v in found]
             for v in made:
-                if v in self.split.cut:
+                if v in self.split.cut and v not in self.raw:
                     found |= self.scalars(("scale", v))
             if any(v in self.raw or v not in self.known for v in made):
                 found |= self.reads(op)
@@ -218,7 +219,7 @@ class _Writer:
     def operand(self, b: Builder, op: Op, i: int, offset: Any) -> Any:
         fixes, atom = self.split.fixes, op.invars[i]
         if ("one", op, i) in fixes:
-            return jcore.Literal(jnp.ones((), atom.aval.dtype), atom.aval)
+            return jcore.Literal(np.ones((), atom.aval.dtype), atom.aval)
         atom = self.scaled(b, ("scale", op, i), b.read(atom), op)
         if ("global", op, i) in fixes:
             (atom,) = b.apply(_Shift(fixes["global", op, i] or 1), atom, offset, like=op.eqn, name="lensjax.offset")
