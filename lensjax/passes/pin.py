@@ -14,6 +14,7 @@ Values keep their numbers: a constraint is the identity.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -48,12 +49,21 @@ def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings) -> Program:
+def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None) -> Program:
     """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
-    `shardings`: what the plan resolves to."""
+    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())
+    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings, share).top())
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The program of a share, of which there is one along each of the mesh axes `axes`: the batch inside it is not
+    split over them. `results`: {result index: spec of a partial gradient}."""
+
+    axes: tuple[str, ...]
+    results: Mapping[int, Spec]
 
 
 def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -74,14 +84,17 @@ def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str
 
 
 class _Pinner:
-    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings):
+    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
-        self.axes = batch_axes(plan)
-        self.rules = activation_rules(program, plan)
+        outside = share.axes if share is not None else ()
+        self.gathered = batch_axes(plan)
+        self.axes = tuple(a for a in self.gathered if a not in outside)
+        rules = activation_rules(program, plan)
+        self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
-        self.results = self._final_specs(inner)
+        self.results = self._final_specs(inner) if share is None else dict(share.results)
         self.grads = gradient_pins(program, {inner.outvars[r]: s for r, s in self.results.items()})
 
     def _final_specs(self, inner: Any) -> dict[int, Spec]:
@@ -103,7 +116,7 @@ class _Pinner:
         for i, a in enumerate(self.program.arguments):
             if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
                 spec = self.shardings.arguments[i]
-                use = tuple(tuple(x for x in axes if x not in self.axes) for axes in spec)
+                use = tuple(tuple(x for x in axes if x not in self.gathered) for axes in spec)
                 if self._selects(inner.invars[i]):
                     use = spec
                 weights[inner.invars[i]] = Weight(spec, use, self._gather_mode(layer_of.get(i)))
@@ -129,7 +142,7 @@ class _Pinner:
             return False
         majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
         return any(
-            axis in majors and set(mesh) & set(self.axes) for axis, mesh in self.rules if axis not in self.batch_ids
+            axis in majors and set(mesh) & set(self.gathered) for axis, mesh in self.rules if axis not in self.batch_ids
         )
 
     # ---- one body ---------------------------------------------------------------------------------------------------
