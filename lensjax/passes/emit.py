@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
 from lensjax.passes.pin import pin
+from lensjax.passes.recompute import recompute
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
@@ -48,7 +49,7 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
 def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
     """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    pinned = pin(on_mesh(program, plan, mesh), plan, mesh, shardings)
+    pinned = pin(on_mesh(recompute(program, plan, shardings), plan, mesh), plan, mesh, shardings)
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
