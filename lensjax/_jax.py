@@ -134,6 +134,23 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
     return eqn.replace(invars=[*invars[:at], *operands, *invars[at:]], params=params)
 
 
+def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None = None, length: int = 0) -> Any:
+    """A `scan` equation with another body, operands and results. The carry stays as it is; `consts`: the number of
+    constants, `length`: of trips (as before where not given)."""
+    had, carry = scan_split(eqn)
+    consts = had if consts is None else consts
+    changes = {"jaxpr": body, "length": length or eqn.params["length"]}
+    if "num_consts" in eqn.params:  # jax 0.10
+        changes["num_consts"] = consts
+    else:
+        from jax._src import flattree as ft
+
+        scanned, stacked = len(invars) - consts - carry, len(outvars) - carry
+        changes["ft_in"] = ft.pack((ft.nones(consts), ft.nones(carry), ft.nones(scanned)))
+        changes["ft_out"] = ft.pack((ft.nones(carry), ft.nones(stacked)))
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params={**eqn.params, **changes})
+
+
 def user_line(eqn: Any) -> str:
     """`file.py:12` of the user's code that made this equation, or an empty string."""
     from jax._src import source_info_util

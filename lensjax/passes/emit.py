@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from lensjax import _jax
 from lensjax.passes.micro import micro
 from lensjax.passes.pin import pin
+from lensjax.passes.recompute import recompute
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Micro, Plan
@@ -52,7 +53,8 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
     if plan.micro != Micro():
         run = micro(program, plan, mesh, shardings)
     else:
-        run = jcore.jaxpr_as_fun(_jax.close(pin(on_mesh(program, plan, mesh), plan, mesh, shardings).jaxpr))
+        kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
+        run = jcore.jaxpr_as_fun(_jax.close(pin(kept, plan, mesh, shardings).jaxpr))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )

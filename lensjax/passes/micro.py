@@ -26,6 +26,7 @@ from lensjax._errors import PlanError
 from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import hoist
 from lensjax.passes.pin import Share, pin
+from lensjax.passes.recompute import recompute
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways, whole
 from lensjax.passes.split import Part, share, update
 from lensjax.plan.plan import Plan, Spec
@@ -151,7 +152,8 @@ class _Micro:
             ]
             specs = Shardings(tuple(arguments), (None,) * (len(wanted) + len(results)), {})
             inside = Share(self.axes, {k: self._partial_spec(c) for k, c in enumerate(wanted)})
-            made.append(hoist(pin(part.program, self.plan, self.mesh, specs, inside), self.plan))
+            program = recompute(part.program, self.plan, specs)
+            made.append(hoist(pin(program, self.plan, self.mesh, specs, inside), self.plan))
         return _Pass(tuple(wanted), tuple(known), results, made[0], made[1])
 
     def _finish(self) -> Callable[..., list[Any]]:

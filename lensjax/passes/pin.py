@@ -25,6 +25,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
@@ -33,6 +34,8 @@ from lensjax.program.program import Program
 
 _PINNED = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather"})
 _VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
+# Names of equations that run in the backward: transposed ones, and those that the recompute pass made again.
+_BACKWARD = ("transpose(", AGAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +219,8 @@ class _Pinner:
         ins = b.read_all(eqn.invars)
         if not held or not self._computes(eqn):
             return ins
-        if eqn.primitive.name in _VIEWS and not touches(eqn, lambda v: v in self.batch.dims):
+        layers = eqn.primitive.name == "slice" and not weights[eqn.invars[0]].spec[0]  # a part of a stack of layers
+        if (eqn.primitive.name in _VIEWS or layers) and not touches(eqn, lambda v: v in self.batch.dims):
             weights[eqn.outvars[0]] = self._view(eqn, weights[eqn.invars[0]])
             return ins
         inside = eqn.primitive.name in ("scan", "remat2", "checkpoint")
@@ -251,7 +255,8 @@ class _Pinner:
         var = eqn.invars[i]
         phase = ""
         if weight.gather == "again":
-            phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
+            name = str(eqn.source_info.name_stack)
+            phase = "backward" if any(mark in name for mark in _BACKWARD) else "forward"
         narrow = read_as(eqn, i)
         key = (var, phase, narrow)
         if key not in gathered:
