@@ -35,6 +35,8 @@ class Options:
     batch_axes: Any = None
     donate: bool = True
     report: Any = None
+    search: str | None = None
+    budget: float | None = None
 
     def __post_init__(self):
         check(self)
@@ -72,7 +74,15 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     limit = options.memory if options.memory is not None else cluster.device.memory
     given = options.plan
     if given is None:
-        choice = choose(program, cluster, memory=options.memory, pins=pins, progress=_progress(options.report))
+        choice = choose(
+            program,
+            cluster,
+            memory=options.memory,
+            pins=pins,
+            progress=_progress(options.report),
+            search=options.search,
+            budget=options.budget,
+        )
     elif isinstance(given, str) and not is_file(given):
         plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
         plan = price(program, plan, cluster)

@@ -14,7 +14,7 @@ from lensjax.search.space import Axes
 from lensjax.search.storage import Storage
 from lensjax.search.tables import Tables
 
-_NAMES = {"tensor": "tp", "sequence": "cp", "expert": "ep"}
+NAMES = {"tensor": "tp", "sequence": "cp", "expert": "ep"}
 
 
 def build_plan(
@@ -71,7 +71,7 @@ def rules_of(program: Program, axes: Axes, case, names: Sequence[str]) -> dict[s
 
 def mesh_names(roles: Sequence[str], storage: Sequence[Storage]) -> tuple[str, ...]:
     """Names of the mesh axes: what a data axis splits names it."""
-    names: list[str] = [_NAMES.get(r, "") for r in roles]
+    names: list[str] = [NAMES.get(r, "") for r in roles]
     for i in reversed(range(len(roles))):
         if names[i]:
             continue

@@ -12,7 +12,8 @@ solved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -62,7 +63,7 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
     net = np.array([o.net for o in flat]).reshape(n, regions)
     work = np.array([o.work for o in flat]).reshape(n, regions)
     scale = max(case.bound, 1e-12)  # seconds and bytes near one: the solver's tolerances are absolute
-    cost = np.concatenate([EXPOSED * net.sum(1), np.ones(regions)]) / scale
+    objective = np.concatenate([EXPOSED * net.sum(1) / scale, np.ones(regions)])
     rows, low, high = [], [], []
     start = 0
     for count in counts:
@@ -83,7 +84,6 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
         row = np.zeros(n + regions)
         row[:n] = (held + case.stored[m, group] * share) / limit
         rows, low, high = [*rows, row], [*low, -np.inf], [*high, 1.0 - (case.fixed + case.moments[m]) / limit]
-    objective = cost * np.concatenate([np.ones(n), np.full(regions, scale)])
     integral = np.concatenate([np.ones(n), np.zeros(regions)])
     upper = np.concatenate([np.ones(n), np.full(regions, np.inf)])
     found = milp(
@@ -104,9 +104,9 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Searched:
-    """Solutions, best first (the best of each pattern and mesh), and the seconds that nothing in the space undercuts.
+    """Solutions, best first, and the seconds that nothing in the space undercuts (infinite where nothing fits).
 
-    `examined` of `total` cases were solved; the others cannot be better than what was kept (`complete`), or time ran
+    `examined` of `total` shapes were opened; the others cannot be better than what was kept (`complete`), or time ran
     out."""
 
     solutions: tuple[Solution, ...]
@@ -116,40 +116,54 @@ class Searched:
     complete: bool
 
 
+Key = TypeVar("Key")
+
+
 def best_first(
-    floors: Iterable[tuple[float, object]],
-    make: object,
+    floors: Iterable[tuple[float, Key]],
+    cases: Callable[[Key], Iterable[Case]],
     limit: float,
     keep: int,
-    stop: object = None,
-    slack: float = 1.0,
+    *,
+    family: Callable[[Solution], Hashable] = lambda s: None,
+    each: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Searched:
-    """The `keep` best solutions of all cases, by branch and bound over cases.
+    """The `keep` best solutions, at most `each` of one family, by branch and bound over shapes.
 
-    floors: (seconds that a case cannot undercut, key of the case); make(key): its cases. A case whose floor is above the
-    worst that is kept (times `slack`) is not opened: the answer is the same as if all were. `stop()` says when time is
-    up.
+    floors: (seconds that a shape cannot undercut, shape); cases(shape): its cases. A shape whose floor lies above the
+    worst solution that is kept is not opened: the answer is the same as if all were. `stop()` says when time is up.
     """
     order = sorted(enumerate(floors), key=lambda x: (x[1][0], x[0]))
     kept: list[Solution] = []
     examined, open_floor = 0, np.inf
     for _, (floor, key) in order:
-        if len(kept) >= keep and floor > kept[-1].seconds * slack:
-            return Searched(tuple(kept), kept[0].seconds, examined, len(order), True)
-        if stop is not None and examined and stop():  # type: ignore[operator]
+        if len(kept) >= keep and floor > kept[-1].seconds:
+            break
+        if examined and stop():
             open_floor = floor
             break
         examined += 1
-        for case in _cases(make, key):
-            if len(kept) >= keep and case.bound > kept[-1].seconds * slack:
+        for case in cases(key):
+            if len(kept) >= keep and case.bound > kept[-1].seconds:
                 continue
             solution = solve(case, limit)
             if solution is not None:
-                kept = sorted([*kept, solution], key=lambda s: (s.seconds, s.bytes))[:keep]
-    complete = examined == len(order)
-    best = kept[0].seconds if kept else np.inf
-    return Searched(tuple(kept), min(best, open_floor), examined, len(order), complete)
+                kept = _keep([*kept, solution], keep, family, each)
+    bound = min(kept[0].seconds if kept else np.inf, open_floor)
+    return Searched(tuple(kept), bound, examined, len(order), open_floor == np.inf)
 
 
-def _cases(make: object, key: object) -> Iterator[Case]:
-    yield from make(key)  # type: ignore[operator]
+def _keep(found: list[Solution], keep: int, family: Callable[[Solution], Hashable], each: int | None) -> list[Solution]:
+    """The best of all, no more than `each` of a family; of equal ones the mesh with fewer axes."""
+    found = sorted(found, key=lambda s: (round(s.seconds, 12), len(s.case.sizes), s.bytes))
+    if each is None:
+        return found[:keep]
+    count: dict[Hashable, int] = {}
+    out = []
+    for s in found:
+        key = family(s)
+        count[key] = count.get(key, 0) + 1
+        if count[key] <= each and len(out) < keep:
+            out.append(s)
+    return out

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lensjax.cost.communication import COMBINE
 from lensjax.program.program import Program
 from lensjax.search.links import Links
 from lensjax.search.presets import split
@@ -110,11 +111,15 @@ class Storing:
         ]  # fmt: skip
 
     def options(self, sizes: tuple[int, ...], links: Links, again: bool) -> list[list[Option]]:
-        seconds = functools.cache(functools.partial(self._seconds, sizes, links))
-        return [self._group(g, group, sizes, seconds, again) for g, group in enumerate(self.t.groups)]
-
-    def _seconds(self, sizes: tuple[int, ...], links: Links, op: str, axes: tuple[int, ...], nbytes: float) -> float:
-        return float(links.seconds(op, sizes, axes, nbytes))
+        together: dict[int | None, float] = {}
+        for group, leaves in zip(self.t.groups, self.leaves):
+            trips = self.t.regions[group.forward] if group.layer is not None else 1
+            size = sum(x.nbytes * x.count * group.wire / _item(x) for x in leaves) / trips
+            together[group.layer] = together.get(group.layer, 0.0) + size
+        seconds = [
+            functools.cache(functools.partial(_seconds, sizes, links, together[g.layer])) for g in self.t.groups
+        ]
+        return [self._group(g, group, sizes, seconds[g], again) for g, group in enumerate(self.t.groups)]
 
     def _group(self, g: int, group: Group, sizes: tuple[int, ...], seconds, again: bool) -> list[Option]:
         trips = self.t.regions[group.forward] if group.layer is not None else 1
@@ -132,7 +137,7 @@ class Storing:
                 n = leaf.nbytes * leaf.count
                 held += n / p + leaf.state * leaf.count / s
                 stored, whole = stored + n / s, whole + n
-                used = n / base * group.wire / _item(leaf, self.t)
+                used = n / base * group.wire / _item(leaf)
                 travel += np.array([used if p > base else 0.0, used if s > base else 0.0, used if s == base else 0.0])
                 updated += n / p if s > p else 0.0
             share = stored / whole if whole else 1.0
@@ -144,9 +149,13 @@ class Storing:
                 inside = again and group.layer is not None
                 call = trips if inside else 1
                 one = call * seconds("all_gather", storage.params, travel[0] / call)
-                net[group.forward if inside else 0] += one
-                if again:
-                    net[group.backward if inside else 0] += one if inside else 0.0
+                if inside:
+                    net[group.forward] += one
+                    net[group.backward] += one
+                elif group.layer is not None:
+                    work[0] += one  # a whole stack, before the loop: nothing runs beside it
+                else:
+                    net[0] += one
             call = trips if group.layer is not None else 1
             if travel[1]:
                 net[group.backward] += call * seconds("reduce_scatter", storage.state, travel[1] / call)
@@ -155,11 +164,21 @@ class Storing:
                 net[group.backward] += call * seconds("all_reduce", every, travel[2] / call)
             if updated:
                 more = tuple(m for m in storage.state if m not in storage.params)
-                net[0] += seconds("all_gather", more, updated)
+                work[0] += seconds("all_gather", more, updated)  # the step's last: nothing runs beside it
             work[0] += self.t.stored_bytes[g] * share / self.t.bandwidth
             found.setdefault(key, Option(storage, net, work, held, share))
         return list(found.values())
 
 
-def _item(leaf: Leaf, t: Tables) -> float:
+def _seconds(
+    sizes: tuple[int, ...], links: Links, together: float, op: str, axes: tuple[int, ...], nbytes: float
+) -> float:
+    """Seconds of one call, or of this part of the call that it is combined into: collectives of one kind that do not wait
+    for each other become calls of up to COMBINE bytes. `together`: bytes of all that travel at the same time."""
+    call = max(nbytes, min(together, COMBINE))
+    return float(links.seconds(op, sizes, axes, call)) * nbytes / call if call else 0.0
+
+
+def _item(leaf: Leaf) -> float:
+    """Bytes of an element."""
     return leaf.nbytes / max(1, math.prod(leaf.shape))

@@ -13,6 +13,7 @@ alike (one layer stack, the same sizes) form one *group*: an unrolled network ha
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
 from lensjax.partition.flops import flops
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, fuse, sources
-from lensjax.partition.text import named_list
+from lensjax.partition.text import integers, named_list
 from lensjax.partition.whole import Whole
 from lensjax.partition.work import Worker
 from lensjax.program.program import Program
@@ -361,19 +362,17 @@ def _dot(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
 
 
 def _convolution(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    sides = node.attributes["dimension_numbers"].split("->")
-    pair = sides[0].split("x")
-    image, kernel, out = ([x.strip() for x in s.strip(" #stablehlo.conv<>[]").split(",")] for s in (*pair, sides[1]))
-    if node.attributes.get("batch_group_count", "1").split()[0] not in ("1", ""):
-        return None
+    sides = re.findall(r"\[([^\]]*)\]", node.attributes["dimension_numbers"])
+    image, kernel, out = (side.replace(" ", "").split(",") for side in sides[:3])
+    groups = (node.attributes.get(k, "1").split()[0] for k in ("batch_group_count", "feature_group_count"))
+    if any(g != "1" for g in groups):
+        return None  # what meets what is not a sum over one dimension
     lp = {image.index("b"): out.index("b")}
     rp = {kernel.index("o"): out.index("f")}
     return tuple(node.inputs[:2]), (lp, rp), ((image.index("f"),), (kernel.index("i"),))
 
 
 def _reduce(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    from lensjax.partition.text import integers
-
     gone = integers(node.attributes.get("dimensions", ""))
     source = node.inputs[0]
     left = [d for d in range(len(values[source].shape)) if d not in gone]
