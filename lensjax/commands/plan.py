@@ -18,9 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="SPEC", help="dgx-h100:32, cpu:2x4, or a YAML/JSON file")
     parser.add_argument("--plan", help="price this preset or plan file instead of choosing")
     parser.add_argument("--memory", type=float, help="bytes per device to stay within (default: the device's)")
-    parser.add_argument("--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ...")
+    parser.add_argument(
+        "--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ..."
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after that long with the best so far")
-    parser.add_argument("--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost")
+    parser.add_argument(
+        "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan")
 
 
@@ -44,9 +48,7 @@ def run(args: argparse.Namespace) -> Result:
         with user_code(f"the step of {args.target} cannot be traced"):
             program = analyze(step, arguments, seconds=seconds)
         start = time.perf_counter()
-        options = Options(
-            plan=args.plan, memory=args.memory, report=progress, search=args.search, budget=args.budget
-        )
+        options = Options(plan=args.plan, memory=args.memory, report=progress, search=args.search, budget=args.budget)
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:

@@ -61,7 +61,9 @@ class Pricer:
         return partition(
             source,
             mesh=plan.mesh.shape,
-            arguments={i: _entries(s.spec, len(n)) for i, (s, n) in enumerate(zip(emitted.arguments, source.arguments))},
+            arguments={
+                i: _entries(s.spec, len(n)) for i, (s, n) in enumerate(zip(emitted.arguments, source.arguments))
+            },
             results={
                 i: _entries(s.spec, len(n))
                 for i, (s, n) in enumerate(zip(emitted.results, source.results))

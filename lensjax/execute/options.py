@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,8 @@ def check(options: Any) -> None:
             f"report={options.report!r}; expected a function of one text",
             hint="it is called with the name of each plan while it is priced: report=print",
         )
+    if options.cache is not None and not isinstance(options.cache, str | os.PathLike):
+        raise PlanError(f"cache={options.cache!r}; expected a folder", hint='as in cache="~/.cache/my-plans"')
     if options.cluster is not None and not isinstance(options.cluster, str | pathlib.Path | Cluster):
         raise ClusterError(
             f"cluster={options.cluster!r}; expected a Cluster, a name or a file", hint='as in cluster="dgx-h100:4"'
@@ -64,7 +67,9 @@ def _check_memory(memory: Any) -> None:
 
 def _check_search(search: Any, budget: Any) -> None:
     if search is not None and not isinstance(search, str):
-        raise PlanError(f"search={search!r}; expected a strategy's name or None", hint=f"there are: {', '.join(names())}")
+        raise PlanError(
+            f"search={search!r}; expected a strategy's name or None", hint=f"there are: {', '.join(names())}"
+        )
     if search is not None:
         strategy(search)
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)

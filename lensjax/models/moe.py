@@ -175,7 +175,9 @@ class MoeDecoder(nn.Module):
     def __call__(self, tokens):
         m, c = self.config, self.config.base
         init = nn.initializers.normal(0.02)
-        x = nn.Embed(c.vocab, c.width, dtype=c.dtype, param_dtype=c.param_dtype, embedding_init=init, name="embed")(tokens)
+        x = nn.Embed(c.vocab, c.width, dtype=c.dtype, param_dtype=c.param_dtype, embedding_init=init, name="embed")(
+            tokens
+        )
         total = jnp.zeros((), jnp.float32)
         for name, sparse, count in (("dense", False, m.dense_layers), ("layers", True, c.layers - m.dense_layers)):
             if count:

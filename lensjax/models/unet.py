@@ -119,8 +119,8 @@ def create_state(config: UnetConfig, rng: jax.Array, tx: optax.GradientTransform
 
 
 def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, Any]]:
-    """Noise prediction; batch: `latent` and `noise` [batch, side, side, latent], `time` float32[batch] in [0, 1), `text`
-    [batch, tokens, width]."""
+    """Noise prediction; batch: `latent` and `noise` [batch, side, side, latent], `time` float32[batch] in [0, 1),
+    `text` [batch, tokens, width]."""
 
     def loss_fn(params):
         share = batch["time"][:, None, None, None]

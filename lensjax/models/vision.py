@@ -29,8 +29,9 @@ class VitConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """Bottleneck ResNet: `base` channels of the first stage, `width`: what the middle convolution of a block
-    widens them by, `blocks` in each stage (50 layers: 3, 4, 6, 3). Alpa trains in float32 on 224 x 224 images with 1024 classes."""
+    """Bottleneck ResNet: `base` channels of the first stage, `width`: what a block's middle convolution widens them by,
+    `blocks` in each stage (50 layers: 3, 4, 6, 3). Alpa trains in float32 on 224 x 224 images with 1024 classes.
+    """
 
     base: int
     width: int

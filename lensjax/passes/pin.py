@@ -142,7 +142,9 @@ class _Pinner:
             for v, a in zip(inner.invars, self.program.arguments) if a.role == "batch"
             for dimension in logical.dims.get(v, ()) for axis in dimension
         }  # fmt: skip
-        return {m for _, mesh in self.rules for m in mesh} - {m for a, mesh in self.rules if a not in inputs for m in mesh}
+        return {m for _, mesh in self.rules for m in mesh} - {
+            m for a, mesh in self.rules if a not in inputs for m in mesh
+        }
 
     # ---- one body ---------------------------------------------------------------------------------------------------
 

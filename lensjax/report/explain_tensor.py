@@ -75,7 +75,8 @@ def find(program: Program, path: str) -> int:
         near = difflib.get_close_matches(path, [a.path for a in program.arguments], n=3, cutoff=0.0)
         raise PlanError(f"the step has no tensor {path!r}", hint=f"near ones: {', '.join(near)}")
     raise PlanError(
-        f"{path!r} names {len(hits)} tensors", hint="for example " + ", ".join(program.arguments[i].path for i in hits[:3])
+        f"{path!r} names {len(hits)} tensors",
+        hint="for example " + ", ".join(program.arguments[i].path for i in hits[:3]),
     )
 
 
@@ -124,10 +125,11 @@ def _why(mine: Alternative, rows: tuple[Alternative, ...]) -> str:
         best = min(fitting, key=lambda r: r.step_s)
         return (
             f"the search's model finds {_over(best.params)} with state {_over(best.state)} faster by "
-            f"{duration(mine.step_s - best.step_s)}; the partitioner did not confirm it, or it was not among the handful"
+            f"{duration(mine.step_s - best.step_s)}; the partitioner did not confirm that, or was not asked"
         )
     if faster:
         best = min(faster, key=lambda r: r.step_s)
-        return f"a faster way ({_over(best.params)}, state {_over(best.state)}) does not fit: peak {size(best.peak_bytes)}"
+        return (
+            f"a faster way ({_over(best.params)}, state {_over(best.state)}) does not fit: peak {size(best.peak_bytes)}"
+        )
     return "no other way is faster"
-

@@ -30,7 +30,9 @@ def build_plan(
     case = solution.case
     storage = {g: case.options[g][i].storage for g, i in enumerate(solution.chosen)}
     names = mesh_names(case.pattern.roles, list(storage.values()))
-    mesh = MeshPlan(tuple(Axis(n, s, _tier(case.sizes, i, tier_of or {})) for i, (n, s) in enumerate(zip(names, case.sizes))))
+    mesh = MeshPlan(
+        tuple(Axis(n, s, _tier(case.sizes, i, tier_of or {})) for i, (n, s) in enumerate(zip(names, case.sizes)))
+    )
     sizes = mesh.shape
     activations = rules_of(program, axes, case, names)
     model = {axes.logical[a]: names[m[0]] for a, m in case.pattern.rules if _rules_weights(axes, a, case)}
@@ -75,7 +77,9 @@ def mesh_names(roles: Sequence[str], storage: Sequence[Storage]) -> tuple[str, .
     for i in reversed(range(len(roles))):
         if names[i]:
             continue
-        splits = "fsdp" if any(i in s.params for s in storage) else "zero1" if any(i in s.state for s in storage) else "dp"
+        splits = (
+            "fsdp" if any(i in s.params for s in storage) else "zero1" if any(i in s.state for s in storage) else "dp"
+        )
         names[i] = next(n for n in (splits, "dp", "zero1", "fsdp") if n not in names)
     return tuple(names)
 

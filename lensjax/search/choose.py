@@ -115,8 +115,8 @@ def choose(
 ) -> Choice:
     """The fastest plan that fits `memory` bytes per device (the device's own where not given).
 
-    search: the strategy (see `lensjax.search.strategies`; "milp" where not given). budget: seconds to stop after with the
-    best so far. Raises DoesNotFit, with what binds and the nearest plan, when none fits.
+    search: the strategy (see `lensjax.search.strategies`; "milp" where not given). budget: seconds to stop after with
+    the best so far. Raises DoesNotFit, with what binds and the nearest plan, when none fits.
     """
     propose = strategy(search or "milp")
     check_applicable(pins, {a.path: a.shape for a in pinnable(program)}, (*AXES, *NAMES.values()))
@@ -174,7 +174,9 @@ def _search(
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}
-        new = price_all([(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop)
+        new = price_all(
+            [(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop
+        )
         new = [dataclasses.replace(c, plan=dataclasses.replace(c.plan, name=c.name)) if c.plan else c for c in new]
         found += new
         best = min((c.step_s for c in (*found, *presets) if c.fits(problem.memory)), default=math.inf)

@@ -17,12 +17,14 @@ import numpy as np
 
 from lensjax.program.program import Program
 from lensjax.search.links import Links
-from lensjax.search.rules import Laid, Pattern, _Layer, lay
+from lensjax.search.rules import Laid, Layout, Pattern, lay
 from lensjax.search.storage import Option, Storing, leaves_of
 from lensjax.search.tables import STORED, Tables
 
 # Part of a region's weight communication that nothing hides: the first of the calls of a trip.
 EXPOSED = 1 / 12
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,7 @@ class Case:
         """Bytes at each moment."""
         picked = [o[i] for o, i in zip(self.options, chosen)]
         held = sum(o.held for o in picked)
-        live = sum(
-            g * (1.0 if o.storage.params else 0.0) for g, o in zip(self.gathered, picked)
-        )
+        live = sum(g * (1.0 if o.storage.params else 0.0) for g, o in zip(self.gathered, picked))
         return self.moments + self.stored @ np.array([o.share for o in picked]) + held + live
 
     @functools.cached_property
@@ -75,12 +75,13 @@ class Model:
 
     def __init__(self, program: Program, t: Tables, links: Links):
         self.program, self.t, self.links = program, t, links
+        self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
         self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
 
     def laid(self, pattern: Pattern) -> tuple[Laid, Storing]:
         if pattern not in self._laid:
             laid = lay(self.t, pattern)
-            leaves = leaves_of(self.t, self.program, laid, _Layer(self.t, pattern).spec)
+            leaves = leaves_of(self.t, self.program, Layout(self.t, pattern).spec)
             self._laid[pattern] = laid, Storing(self.t, laid, leaves)
         return self._laid[pattern]
 
@@ -89,9 +90,13 @@ class Model:
         kernels, blocking, _ = self.fixed_parts(pattern, sizes)
         return float((kernels + blocking).sum())
 
-    @functools.lru_cache(maxsize=8192)
-    def fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
         """(kernel seconds by region, blocking seconds by region, ways of each class)."""
+        if (pattern, sizes) not in self._parts:
+            self._parts[pattern, sizes] = self._fixed_parts(pattern, sizes)
+        return self._parts[pattern, sizes]
+
+    def _fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
         t, (laid, _) = self.t, self.laid(pattern)
         scale = np.log2(np.array(sizes, float))
         ways = np.exp2(laid.classes @ scale)
@@ -122,6 +127,4 @@ class Model:
             trips = t.regions[group.forward] if group.layer is not None and again else 1
             gathered[g] = elements * group.wire / 2.0 ** float(laid.weights[g] @ scale) / trips
         options = storing.options(sizes, self.links, again)
-        return Case(
-            pattern, sizes, again, kernels, blocking, options, moments, stored, t.fixed_bytes + batch, gathered
-        )
+        return Case(pattern, sizes, again, kernels, blocking, options, moments, stored, t.fixed_bytes + batch, gathered)

@@ -33,9 +33,10 @@ class Links:
         if not lie:
             return np.zeros(amounts.shape)
         lines = self.lines(op, lie)
-        each = lines[..., 0].reshape(*lines.shape[:2], *(1,) * amounts.ndim) + lines[..., 1].reshape(
-            *lines.shape[:2], *(1,) * amounts.ndim
-        ) * amounts
+        each = (
+            lines[..., 0].reshape(*lines.shape[:2], *(1,) * amounts.ndim)
+            + lines[..., 1].reshape(*lines.shape[:2], *(1,) * amounts.ndim) * amounts
+        )
         return np.where(amounts > 0, each.min(axis=1).max(axis=0), 0.0)
 
     def lines(self, op: str, lie: Lie) -> np.ndarray:

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from lensjax.cost.compute import LAUNCH, MEMORY_EFFICIENCY
-from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.partition.whole import whole
+from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.plan.pins import Pin
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program

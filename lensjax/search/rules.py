@@ -56,22 +56,24 @@ class Laid:
 
 
 def lay(t: Tables, pattern: Pattern) -> Laid:
-    layer = _Layer(t, pattern)
+    layout = Layout(t, pattern)
     width = len(pattern.roles)
     classes = np.zeros((len(t.classes), width), bool)
     for c, (kind, dims) in enumerate(t.classes):
         if kind != STORED:
-            classes[c, layer.used(dims)] = True
+            classes[c, layout.used(dims)] = True
     kernels = np.zeros((len(t.kernel_axes), width), bool)
     for k, dims in enumerate(t.kernel_axes):
-        kernels[k, layer.used(dims)] = True
+        kernels[k, layout.used(dims)] = True
     weights = np.zeros((len(t.groups), width), bool)
     for g, group in enumerate(t.groups):
-        weights[g, layer.used(t.argument_dims[group.leaves[0]])] = True
-    return Laid(pattern, classes, kernels, weights, tuple(layer.sent()))
+        weights[g, layout.used(t.argument_dims[group.leaves[0]])] = True
+    return Laid(pattern, classes, kernels, weights, tuple(layout.sent()))
 
 
-class _Layer:
+class Layout:
+    """Where a pattern's rules lay values: mesh axes of each dimension, and what matmuls have to send for it."""
+
     def __init__(self, t: Tables, pattern: Pattern):
         self.t, self.pattern = t, pattern
         self.summed_by_groups = set(pattern.axes("data", "expert", "sequence"))
@@ -102,7 +104,7 @@ class _Layer:
         return list(found.values())
 
     def moves(self, c: Contraction) -> list[tuple[tuple, Sent]]:
-        dims = self.t_dims
+        dims = self.dims
         result = dims(c.result)
         sums = [dims(c.operands[0])[d] for d in c.summed[0]]
         work = self.spec((*result, *sums))
@@ -116,7 +118,9 @@ class _Layer:
             for m, f in own.items():
                 if f is not None and at.get(m) == f:
                     continue
-                moved.setdefault("all_to_all" if at.get(m) in present and at.get(m) is not None else "all_gather", []).append(m)
+                moved.setdefault(
+                    "all_to_all" if at.get(m) in present and at.get(m) is not None else "all_gather", []
+                ).append(m)
             for op, axes in moved.items():
                 rest = [m for m in own if m not in axes] if op == "all_gather" else list(own)
                 out.append(self.event(op, axes, rest, v, c.region, (v,)))
@@ -135,7 +139,7 @@ class _Layer:
             out.append(self.event(op, axes, rest, c.result, c.region, (c.result, "result")))
         return out
 
-    def t_dims(self, v: int) -> Dims:
+    def dims(self, v: int) -> Dims:
         return self.t.value_dims[v]
 
     def event(

@@ -33,7 +33,7 @@ class Solution:
 
 def solve(case: Case, limit: float) -> Solution | None:
     """The fastest choice that holds at most `limit` bytes at every moment; None where none does."""
-    greedy = [int(np.argmin([(o.net * (1 + EXPOSED) + o.work).sum() for o in options]) ) for options in case.options]
+    greedy = [int(np.argmin([(o.net * (1 + EXPOSED) + o.work).sum() for o in options])) for options in case.options]
     if case.bytes(greedy) <= limit and case.seconds(greedy) <= case.bound * (1 + 1e-9):
         return _solution(case, greedy)
     least = [int(np.argmin([o.held for o in options])) for options in case.options]

@@ -153,8 +153,7 @@ def _roles(axes: Axes) -> list[tuple[str, ...]]:
 
 
 def factorings(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write n as an ordered product of `parts` factors above one (one of them may be n itself; a single part
-    may be one)."""
+    """All ways to write n as an ordered product of `parts` factors above one (a single part may be one)."""
     if parts == 1:
         yield (n,)
         return

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from lensjax.program.program import Program
 from lensjax.search.links import Links
 from lensjax.search.presets import split
 from lensjax.search.rules import Laid
-from lensjax.search.tables import Group, Tables
+from lensjax.search.tables import Dims, Group, Tables
+
+# Mesh axes of each dimension.
+Axes = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +65,14 @@ class Leaf:
 
     shape: tuple[int, ...]
     stacked: bool
-    spec: tuple[tuple[int, ...], ...]
+    spec: Axes
     nbytes: float
     state: float
     count: int
 
 
-def leaves_of(t: Tables, program: Program, laid: Laid, spec_of) -> list[list[Leaf]]:
-    """The leaves of each group, equal ones counted together."""
+def leaves_of(t: Tables, program: Program, spec_of: Callable[[Dims], Axes]) -> list[list[Leaf]]:
+    """The leaves of each group, equal ones counted together. `spec_of`: mesh axes of each dimension, by rule."""
     moments: dict[int, float] = {}
     for a in program.arguments:
         if a.role == "optimizer" and a.follows is not None:
@@ -80,16 +83,21 @@ def leaves_of(t: Tables, program: Program, laid: Laid, spec_of) -> list[list[Lea
         for i in group.leaves:
             spec = spec_of(t.argument_dims[i])
             found.setdefault((program.arguments[i].shape, spec), []).append(i)
-        out.append([
-            Leaf(shape, group.layer is not None, spec, float(program.arguments[i[0]].nbytes), moments.get(i[0], 0.0), len(i))
-            for (shape, spec), i in found.items()
-        ])  # fmt: skip
+        leaves = []
+        for (shape, spec), i in found.items():
+            nbytes = float(program.arguments[i[0]].nbytes)
+            leaves.append(Leaf(shape, group.layer is not None, spec, nbytes, moments.get(i[0], 0.0), len(i)))
+        out.append(leaves)
     return out
 
 
 @functools.lru_cache(maxsize=200_000)
 def parts(
-    shape: tuple[int, ...], stacked: bool, spec: tuple[tuple[int, ...], ...], axes: tuple[int, ...], sizes: tuple[int, ...]
+    shape: tuple[int, ...],
+    stacked: bool,
+    spec: Axes,
+    axes: tuple[int, ...],
+    sizes: tuple[int, ...],
 ) -> int:
     """In how many parts a leaf is stored when `axes` may split it further: presets' rule, leaves that do not divide or
     are small stay whole."""
@@ -116,9 +124,7 @@ class Storing:
             trips = self.t.regions[group.forward] if group.layer is not None else 1
             size = sum(x.nbytes * x.count * group.wire / _item(x) for x in leaves) / trips
             together[group.layer] = together.get(group.layer, 0.0) + size
-        seconds = [
-            functools.cache(functools.partial(_seconds, sizes, links, together[g.layer])) for g in self.t.groups
-        ]
+        seconds = [functools.cache(functools.partial(_seconds, sizes, links, together[g.layer])) for g in self.t.groups]
         return [self._group(g, group, sizes, seconds[g], again) for g, group in enumerate(self.t.groups)]
 
     def _group(self, g: int, group: Group, sizes: tuple[int, ...], seconds, again: bool) -> list[Option]:
@@ -173,8 +179,8 @@ class Storing:
 def _seconds(
     sizes: tuple[int, ...], links: Links, together: float, op: str, axes: tuple[int, ...], nbytes: float
 ) -> float:
-    """Seconds of one call, or of this part of the call that it is combined into: collectives of one kind that do not wait
-    for each other become calls of up to COMBINE bytes. `together`: bytes of all that travel at the same time."""
+    """Seconds of one call, or of this part of the call that it is combined into: collectives of one kind that do not
+    wait for each other become calls of up to COMBINE bytes. `together`: bytes of all that travel at the same time."""
     call = max(nbytes, min(together, COMBINE))
     return float(links.seconds(op, sizes, axes, call)) * nbytes / call if call else 0.0
 

@@ -63,7 +63,7 @@ def greedy(problem: Problem) -> Proposal:
     """As `milp`, but every group is stored alike: by far fewer choices, for programs with very many groups."""
     kept = []
     for floor, shape in sorted(problem.floors(), key=lambda x: x[0]):
-        if len(kept) >= HANDFUL and floor > kept[-1].seconds or problem.stop():
+        if (len(kept) >= HANDFUL and floor > kept[-1].seconds) or problem.stop():
             break
         for case in problem.cases(shape):
             kept += [s for s in uniform(case) if s.bytes <= problem.memory]
@@ -76,12 +76,12 @@ def uniform(case: Case) -> list[Solution]:
     ways = dict.fromkeys(o.storage for options in case.options for o in options)
     out = []
     for way in ways:
-        chosen = [_nearest(options, way) for options in case.options]
+        chosen = [nearest(options, way) for options in case.options]
         out.append(Solution(case, tuple(chosen), case.seconds(chosen), case.bytes(chosen)))
     return out
 
 
-def _nearest(options: Sequence, way) -> int:
+def nearest(options: Sequence, way) -> int:
     """The option that splits the most of what `way` splits, and nothing else."""
     fitting = [
         (len(o.storage.params) + len(o.storage.state), i)

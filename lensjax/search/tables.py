@@ -56,7 +56,7 @@ class Group:
 class Contraction:
     """A matmul or the like: how dimensions of operands and result meet.
 
-    `pairs[k]`: (dimension of operand k -> dimension of the result); `summed[k]`: dimensions of operand k that are summed
+    `pairs[k]`: dimension of operand k -> dimension of the result; `summed[k]`: dimensions of operand k that are summed
     over, in the order in which they meet. `weight`: it makes a weight's gradient (its partial sums are the group's).
     """
 
@@ -74,11 +74,13 @@ class Tables:
     values; `dims[c]` and `kind[c]` describe class c, `owner[c]` its group if it is stored.
 
     regions:   trips of each region; 0 is what is outside of loops.
-    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, iteration class, launch; `kernel_bytes`: [kernels,
-               classes] bytes moved, unsplit.
+    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch;
+               `kernel_bytes`: [kernels, classes] bytes moved, unsplit.
     stored_bytes: [groups] bytes that the optimizer moves, unsplit.
-    alive:     [moments, classes] bytes alive at each moment, unsplit; `alive_region`: the region of each moment.
-    arguments: [(class or group, role, bytes)] as arrays; see `held`.
+    alive:     [moments, classes] bytes alive at each moment, unsplit.
+    fixed_bytes: of counters, keys and the like; batch_arguments: (class, bytes) of each.
+    value_dims, argument_dims: logical axes of values and arguments; sizes: of the axes; inputs: those of the batch's
+               arguments.
     """
 
     values: tuple[Value, ...]
@@ -95,7 +97,6 @@ class Tables:
     groups: tuple[Group, ...]
     stored_bytes: np.ndarray
     alive: np.ndarray
-    alive_region: np.ndarray
     fixed_bytes: float
     batch_arguments: tuple[tuple[int, float], ...]
     bandwidth: float
@@ -191,7 +192,7 @@ class _Maker:
         body = self.whole.body
         self.body(body, 0)
         p = Partitioned({}, self.values, body, Region(1, ()), {}, 0)
-        alive, when = self.liveness(p)
+        alive = self.liveness(p)
         rows = [np.zeros(len(self.classes)) for _ in self.kernels]
         for row, k in zip(rows, self.kernels):
             for c, n in k[4].items():
@@ -223,7 +224,6 @@ class _Maker:
             groups=tuple(groups),
             stored_bytes=np.array([self.stored[g] for g in range(len(groups))], float),
             alive=np.pad(alive, ((0, 0), (0, width - alive.shape[1]))),
-            alive_region=when,
             fixed_bytes=float(fixed),
             batch_arguments=batch,
             bandwidth=self.bandwidth,
@@ -314,11 +314,10 @@ class _Maker:
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def liveness(self, p: Partitioned) -> tuple[np.ndarray, np.ndarray]:
+    def liveness(self, p: Partitioned) -> np.ndarray:
         buffers = temporaries(p, workspace_of(self.device))
         moments = max((b.end for b in buffers), default=0) + 2
         rows: dict[int, np.ndarray] = {}
-        depth = np.zeros(moments, int)
         for b in buffers:
             if b.value < 0:
                 continue
@@ -327,12 +326,10 @@ class _Maker:
             row = rows.setdefault(c, np.zeros(moments))
             row[b.start] += b.size
             row[b.end + 1] -= b.size
-            depth[b.start : b.end + 1] = np.maximum(depth[b.start : b.end + 1], b.depth)
         alive = np.zeros((moments, len(self.classes)))
         for c, row in rows.items():
             alive[:, c] = np.cumsum(row)
-        keep = _undominated(alive)
-        return alive[keep], depth[keep]
+        return alive[_undominated(alive)]
 
 
 def _undominated(alive: np.ndarray) -> np.ndarray:

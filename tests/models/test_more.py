@@ -62,6 +62,6 @@ def test_a_sequence_is_asked_for_where_there_is_one():
         target("mixtral-8x7b", 8)
     with pytest.raises(LensjaxError, match="vit-g has no sequence"):
         target("vit-g", 8, 128)
-    with pytest.raises(LensjaxError, match="cannot change vit-g.*"):
+    with pytest.raises(LensjaxError, match="cannot change vit-g"):
         target("vit-g", 8, depth=3)
     assert {"dlrm", "t5-11b", "llama3-8b"} <= set(names())

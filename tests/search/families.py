@@ -13,7 +13,9 @@ from tests.zoo import FAMILIES
 def family(name: str):
     """The program of a family of the zoo."""
     step, init, batch = FAMILIES[name].make()
-    state = jax.eval_shape(lambda: init(jax.random.key(0))) if FAMILIES[name].form == "state" else init(jax.random.key(0))
+    state = (
+        jax.eval_shape(lambda: init(jax.random.key(0))) if FAMILIES[name].form == "state" else init(jax.random.key(0))
+    )
     data = jax.eval_shape(lambda: batch(jax.random.key(1)))
     return analyze(step, (state, data), **FAMILIES[name].options)
 
