@@ -28,7 +28,7 @@ from lensjax.program.program import Program
 class Emitted:
     """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
-    positions."""
+    positions. `pinned`: the jaxpr behind `run`."""
 
     program: Program
     plan: Plan
@@ -37,6 +37,7 @@ class Emitted:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding | None, ...]
     donated: tuple[int, ...]
+    pinned: Any
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -66,6 +67,7 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,
+        pinned=pinned.jaxpr,
     )
 
 

@@ -119,9 +119,7 @@ class _Pinner:
         for i, a in enumerate(self.program.arguments):
             if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
                 spec = self.shardings.arguments[i]
-                use = tuple(tuple(x for x in axes if x not in self.gathered) for axes in spec)
-                if self._selects(inner.invars[i]):
-                    use = spec
+                use = self._use(inner.invars[i], spec)
                 weights[inner.invars[i]] = Weight(spec, use, self._gather_mode(layer_of.get(i)))
         b = Builder()
         self._body(b, inner, weights)
@@ -139,14 +137,30 @@ class _Pinner:
             return gather.get("", "once")  # outside the layers forward and backward uses are next to each other
         return gather.get(layer or "*", gather.get("*", "once"))
 
-    def _selects(self, v: Any) -> bool:
-        """Whether a weight's own axes are split over the batch's mesh axes by rule (experts): it is not gathered."""
-        if not self.rules:
-            return False
-        majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
-        return any(
-            axis in majors and set(mesh) & set(self.gathered) for axis, mesh in self.rules if axis not in self.batch_ids
+    def _use(self, v: Any, spec: Spec) -> Spec:
+        """The spec in which matmuls read a weight: whole along the mesh axes that split the batch or only its sequence,
+        except where a rule splits the weight's own axis over them (experts), and still split along the others."""
+        gathered = {*self.gathered, *self._sequence_axes()}
+        by_rule = {(axis, m) for axis, mesh in self.rules if axis not in self.batch_ids for m in mesh}
+        majors = [self.program.logical.major(v, d) if self.rules else None for d in range(len(spec))]
+        return tuple(
+            tuple(m for m in axes if m not in gathered or (major, m) in by_rule) for major, axes in zip(majors, spec)
         )
+
+    def _sequence_axes(self) -> set[str]:
+        """Mesh axes that rules give to axes of the batch's arguments alone (the sequence): like the batch's, they split
+        activations and no weight."""
+        if not self.rules:
+            return set()
+        logical, inner = self.program.logical, _jax.open_jaxpr(self.program.jaxpr)
+        inputs = {
+            axis
+            for v, a in zip(inner.invars, self.program.arguments) if a.role == "batch"
+            for dimension in logical.dims.get(v, ()) for axis in dimension
+        }  # fmt: skip
+        return {m for _, mesh in self.rules for m in mesh} - {
+            m for a, mesh in self.rules if a not in inputs for m in mesh
+        }
 
     # ---- one body ---------------------------------------------------------------------------------------------------
 
