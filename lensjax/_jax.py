@@ -116,7 +116,8 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
         params["jaxpr"] = bodies[0]
         if "num_consts" in params:  # jax 0.10
             params["num_consts"] += k
-            params["linear"] = (*(False,) * k, *params["linear"])
+            if "linear" in params:
+                params["linear"] = (*(False,) * k, *params["linear"])
         else:
             from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 
