@@ -15,11 +15,13 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
-from lensjax.passes.micro import micro
 from lensjax.passes.pin import pin
+from lensjax.passes.reduce import Reducer, exact
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
-from lensjax.plan.plan import Micro, Plan
+from lensjax.passes.share_sizes import falls_back, splits
+from lensjax.passes.shares import shares
+from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 
 
@@ -27,7 +29,7 @@ from lensjax.program.program import Program
 class Emitted:
     """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
-    positions."""
+    positions. `notes`: what a reader should know: a field of the plan that is carried out in another way."""
 
     program: Program
     plan: Plan
@@ -36,6 +38,7 @@ class Emitted:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding | None, ...]
     donated: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -46,11 +49,13 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
     )
 
 
-def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
-    """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
+def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer = exact) -> Emitted:
+    """Applies the plan's passes; `reduce`: what happens to partial gradients over the plan's slow axes. Raises
+    PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    if plan.micro != Micro():
-        run = micro(program, plan, mesh, shardings)
+    note = falls_back(program, plan)
+    if splits(plan) and not note:
+        run = shares(program, plan, mesh, shardings, reduce)
     else:
         run = jcore.jaxpr_as_fun(_jax.close(pin(on_mesh(program, plan, mesh), plan, mesh, shardings).jaxpr))
     donated = tuple(
@@ -64,6 +69,7 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,
+        notes=(note,) if note else (),
     )
 
 
