@@ -145,6 +145,16 @@ def user_line(eqn: Any) -> str:
     return ""
 
 
+def own_line(eqn: Any) -> str:
+    """As `user_line`, but the line that called the library where an installed library made the equation."""
+    from jax._src import source_info_util
+
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_TRACERS) and "site-packages" not in frame.file_name:
+            return f"{frame.file_name}:{frame.start_line}"
+    return user_line(eqn)
+
+
 def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
     """Effects that must keep their order (ordered prints and callbacks), which only run on one device."""
     from jax._src import effects
