@@ -116,7 +116,8 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
         params["jaxpr"] = bodies[0]
         if "num_consts" in params:  # jax 0.10
             params["num_consts"] += k
-            params["linear"] = (*(False,) * k, *params["linear"])
+            if "linear" in params:
+                params["linear"] = (*(False,) * k, *params["linear"])
         else:
             from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -159,6 +160,16 @@ def user_line(eqn: Any) -> str:
         if not frame.file_name.startswith(_TRACERS):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
+
+
+def own_line(eqn: Any) -> str:
+    """As `user_line`, but the line that called the library where an installed library made the equation."""
+    from jax._src import source_info_util
+
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_TRACERS) and "site-packages" not in frame.file_name:
+            return f"{frame.file_name}:{frame.start_line}"
+    return user_line(eqn)
 
 
 def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:

@@ -69,10 +69,12 @@ class Micro:
 @dataclasses.dataclass(frozen=True)
 class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
-    compiler's)."""
+    compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
+    then reduced at once (a codec implies it); without it the compiler reduces where it likes."""
 
     codec: str = "exact"
     bucket: int | None = None
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
