@@ -28,6 +28,7 @@ from lensjax.program.logical import Logical, logical_axes
 from lensjax.program.roles import Argument, Matches, added_to, is_key, match_state, raw_keys, tie
 from lensjax.program.status import Split, analyze_status
 from lensjax.program.trace import Call, Traced, abstract, trace
+from lensjax.program.unrolled import Unrolled, find_unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Program:
         """How the step splits along its batch: over nodes, over micro-batches, or why not (found when first asked
         for)."""
         return analyze_status(self.jaxpr, self.batch)
+
+    @functools.cached_property
+    def unrolled(self) -> tuple[Unrolled, ...]:
+        """The layers that are written out one after the other, found by structure (`layers` are those of scans)."""
+        paths = [a.path for a in self.arguments]
+        return find_unrolled(self.jaxpr, self.batch.dims, self.parameters, paths)
 
     @functools.cached_property
     def fingerprint(self) -> str:
