@@ -72,7 +72,7 @@ class Codec(abc.ABC):
         each replica puts in (its residual, if it has one, added). The sum in float32 is part of it."""
 
     def init(self, shapes: Sequence[Shape], group: Group) -> Mapping[str, np.ndarray]:
-        """The first state of one device, name -> array; empty for a codec without memory."""
+        """The first state of one device, name -> array: zeros; empty for a codec without memory."""
         return {}
 
 
