@@ -20,7 +20,7 @@ import jax
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.execute import extra
-from lensjax.execute.arguments import split_arrays, split_init
+from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
 from lensjax.execute.checkpoint import Checkpoints
 from lensjax.execute.checks import advice, another, check_alive, check_state, traced
@@ -122,6 +122,7 @@ class Step(Planned):
         leaves = executable.leaves(args, kwargs)
         assert leaves is not None
         executable.prepare(leaves)  # the state is still the user's
+        executable.elsewhere.update(i for i, x in enumerate(leaves) if executable.comes_elsewhere(i, x))
         args, kwargs = self._placed(executable, leaves)
         result = run(executable, args, kwargs)
         if executable not in self._ready:
@@ -239,12 +240,12 @@ class Step(Planned):
         shardings, tree = jax.tree.flatten(state_shardings(self.program, self.plan, device_mesh(self.plan.mesh), state))
         return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
 
-    def _analyze_init(self, readings: Sequence[tuple[Any, ...]]) -> Program:
+    def _analyze_init(self, readings: Sequence[Reading]) -> Program:
         """The program of the first reading of state and batch that the step can be traced with."""
         failures = []
-        for arguments in readings:
+        for args, kwargs in readings:
             try:
-                return self._analyze(*self._taken(arguments, {}))
+                return self._analyze(*self._taken(args, kwargs))
             except Exception as e:  # the user's own code, given arguments that may not be meant so
                 failures.append(e)
         raise failures[0]

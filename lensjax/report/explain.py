@@ -13,6 +13,7 @@ from rich.text import Text
 from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
+from lensjax.report.alike import alike
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
@@ -28,8 +29,8 @@ def render(*items: Any, width: int = 120) -> str:
 
 
 def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> str:
-    """What was chosen, against every candidate, and why, as text."""
-    return render(*explanation(program, choice, notices))
+    """What was chosen, against every candidate, and why, and what is not split, as text."""
+    return render(*explanation(program, choice, notices), *map(Flow, map(str, alike(program, choice.plan))))
 
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
@@ -187,6 +188,7 @@ def explain_trace(program: Program) -> str:
             f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)"
             for layer in program.layers
         ),
+        *(f"layers: {u.count} x {u.name} (unrolled)" for u in program.unrolled),
     ]
     if program.captured:
         total = sum(a.nbytes for a in program.arguments if a.role == "constant")
