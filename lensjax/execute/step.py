@@ -348,11 +348,20 @@ class Step:
         check_local_batch(program, members, flat)
         return jax.tree.unflatten(tree, [local_to_global(x, named(mesh, specs[i])) for x, i in zip(flat, members)])
 
-    def explain(self) -> str:
-        """What was chosen, against every preset, and why: a text with a table."""
-        from lensjax.report.explain import explain
+    def explain(self, path: str | None = None) -> str:
+        """What was chosen, against every preset, and why: a text with a table. With the path of a tensor
+        ("params/layer/mlp/kernel"): why that one is split so, and what each other way would cost."""
+        from lensjax.report.explain import explain, render
 
-        return explain(self.program, self.choice, self.notices)
+        if path is None:
+            return explain(self.program, self.choice, self.notices)
+        from lensjax.report.explain_tensor import explain_tensor
+
+        return render(explain_tensor(self.program, self.choice, path))
+
+    def what_if(self, plan: Any) -> Any:
+        """Another plan (`step.plan.replace(...)`) with its prediction, by the scorer that chose this one."""
+        return self.choice.what_if(plan)
 
     def explain_trace(self) -> str:
         """What each argument was taken for."""
