@@ -15,7 +15,7 @@ ROWS, WIDTH, DEEP = 64, 32, 1024  # deep: cheaper to sum the results than to mov
 
 
 def sums(terms, spec, extra=0):
-    """Collectives of a sum of `terms` row-parallel matmuls, each split as `spec`; the first `extra` are also results."""
+    """Collectives of a sum of `terms` row-parallel matmuls, each split as `spec`; the first `extra` are results too."""
 
     def step(xs, ws):
         put = [jax.lax.with_sharding_constraint(x @ w, NamedSharding(MESH, spec)) for x, w in zip(xs, ws)]
