@@ -7,7 +7,7 @@ the same shardings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ class Emitted:
     """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
     positions. `notes`: what a reader should know: a field of the plan that is carried out in another way. `pinned`: the
-    jaxpr behind `run`, None where the step is a loop over shares."""
+    jaxpr behind `run`, None where the step is a loop over shares. `extra`: the hidden state of the plan, name ->
+    ShapeDtypeStruct with sharding: `run` takes it after the leaves and returns its next values after the results."""
 
     program: Program
     plan: Plan
@@ -42,6 +43,7 @@ class Emitted:
     donated: tuple[int, ...]
     notes: tuple[str, ...] = ()
     pinned: Any = None
+    extra: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -92,12 +94,13 @@ def shapes(emitted: Emitted) -> list[jax.ShapeDtypeStruct]:
 def lower(emitted: Emitted, platform: str | None = None, donate: bool = True) -> jax.stages.Lowered:
     """StableHLO of the step for a platform ("cpu", "cuda", "tpu"; None: the one JAX runs on). Needs no device when the
     mesh is abstract and the platform is given."""
+    hidden = [s.sharding for s in emitted.extra.values()]
     jitted = jax.jit(
         emitted.run,
-        in_shardings=list(emitted.arguments),
-        out_shardings=list(emitted.results),
+        in_shardings=[*emitted.arguments, *hidden],
+        out_shardings=[*emitted.results, *hidden],
         donate_argnums=emitted.donated if donate else (),
         keep_unused=True,
     )
     platforms = (platform,) if platform is not None else None
-    return jitted.trace(*shapes(emitted)).lower(lowering_platforms=platforms)
+    return jitted.trace(*shapes(emitted), *emitted.extra.values()).lower(lowering_platforms=platforms)

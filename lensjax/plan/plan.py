@@ -157,6 +157,13 @@ class Plan:
     def save(self, path: str | pathlib.Path) -> None:
         pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
+    def export(self, form: str) -> str:
+        """The plan for a world without lensjax, as the text of a file: "python" (PartitionSpecs), "flax-rules" or
+        "json". `train_step.export` also writes the step's constraints and the step. Raises PlanError."""
+        from lensjax.plan.export import write
+
+        return write(self, form)
+
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """Raises PlanError naming the field that is newer, unknown, missing or of another type."""
