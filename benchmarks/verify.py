@@ -1,6 +1,7 @@
 """What `lensjax verify` takes and finds: scale, planned against compiled, false alarms. Writes docs/verify.md.
 
     python benchmarks/verify.py scale compare families      (each part goes on where it stopped; --fresh starts over)
+    python benchmarks/verify.py replan                      (plans the measured rows anew and compiles nothing)
     python benchmarks/verify.py                             (only writes the page from what was measured)
 
 Nothing here needs a device. The planned figures of a row are written to the results before its compile starts. Run
@@ -71,6 +72,7 @@ def row(target: str, preset: str, cluster_name: str, per_device: int, seq: int, 
     proof = prove(program, plan, cluster, again=twice_the_batch(program, step), time_limit=1200)
     line = proof.audit.timeline
     return planned | {
+        "program": program.fingerprint,
         "seconds": time.perf_counter() - start,
         "compile_s": proof.audit.artifact.seconds,
         "backend": proof.backend,
@@ -132,6 +134,35 @@ def compare(results: Results, targets: list[str], clusters: list[str]) -> None:
                 key = f"{target} | {preset} | {cluster}"
                 args = (target, preset, cluster, TARGETS[target], 4096)
                 results.run("compare", key, lambda note, a=args: row(*a, note))
+
+
+def replan(results: Results, targets: list[str], clusters: list[str]) -> None:
+    """The planned figures of measured rows by the planner as it is now; what was compiled stays. Right as long as the
+    same plan still gives the same program: a row whose fingerprint differs is left as it was, and named."""
+    from lensjax.execute.planning import Options, make_plan
+    from lensjax.program.program import analyze
+    from lensjax.topology.cluster import Cluster
+
+    rows = results.data.get("compare", {})
+    for cluster_name in clusters:
+        cluster = Cluster.parse(cluster_name)
+        for target in targets:
+            mine = [k for k, r in rows.items() if k.startswith(f"{target} | ") and k.endswith(f" | {cluster_name}")]
+            mine = [k for k in mine if "compiled_peak" in rows[k]]
+            if not mine:
+                continue
+            step, args = made(target, TARGETS[target] * cluster.devices)
+            program = analyze(step, args)
+            for key in mine:
+                print(f"replan: {key}", file=sys.stderr, flush=True)
+                told = rows[key].setdefault("program", program.fingerprint)
+                if told != program.fingerprint:
+                    print("  another program now: run compare --fresh", file=sys.stderr)
+                    continue
+                predicted = make_plan(program, cluster, Options(plan=key.split(" | ")[1])).plan.predicted
+                rows[key] |= {"planned_peak": predicted.peak_bytes, "planned_tiers": dict(predicted.tiers)}
+                rows[key] |= {"planned_step_s": predicted.step_s}
+                results.save()
 
 
 def families(results: Results) -> None:
@@ -294,7 +325,8 @@ def change(planned: float, compiled: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["scale", "compare", "families", []], help="what to measure")
+    parts = ["scale", "compare", "replan", "families", []]
+    parser.add_argument("parts", nargs="*", choices=parts, help="what to measure")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
@@ -307,6 +339,8 @@ def main() -> None:
         scale(results)
     if "compare" in args.parts:
         compare(results, args.targets, args.clusters)
+    if "replan" in args.parts:
+        replan(results, args.targets, args.clusters)
     if "families" in args.parts:
         families(results)
     PAGE.parent.mkdir(exist_ok=True)
