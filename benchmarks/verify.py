@@ -218,8 +218,15 @@ def runs(cluster: str) -> bool:
 
 
 def page(data: dict) -> str:
-    return "\n\n".join(filter(None, [_HEAD, _scale(data.get("scale", {})), _compare(data.get("compare", {})),
-                                     _CAUSES if data.get("compare") else "", _families(data.get("families", {}))])) + "\n"  # fmt: skip
+    rows = data.get("compare", {})
+    parts = [
+        _HEAD,
+        _scale(data.get("scale", {})),
+        _compare(rows),
+        _CAUSES if rows else "",
+        _families(data.get("families", {})),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 _HEAD = """# Proof on a machine without accelerators
