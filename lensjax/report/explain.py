@@ -17,6 +17,7 @@ from lensjax.report.alike import alike
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
+from lensjax.search.judged import disagreement
 
 
 def render(*items: Any, width: int = 120) -> str:
@@ -117,7 +118,23 @@ def reasons(choice: Choice) -> Flow | None:
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
             lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
     lines += searched(choice)
+    lines += compiled(choice)
     return Flow("\n".join(lines)) if lines else None
+
+
+def compiled(choice: Choice) -> list[str]:
+    """What the compiled schedules of the last candidates say, against what was predicted."""
+    lines = []
+    for c in choice.candidates:
+        apart = disagreement(c)
+        if c.judged is not None and apart is not None:
+            lines.append(
+                f"compiled, {c.name} takes {duration(c.judged.step_s)} (predicted {duration(c.step_s)}: {apart:+.0%}) "
+                f"and holds {size(c.judged.peak_bytes)}"
+            )
+        elif c.plan is not None and c.reason:
+            lines.append(f"{c.name}: {c.reason}")
+    return lines
 
 
 def searched(choice: Choice) -> list[str]:

@@ -18,7 +18,7 @@ from lensjax.cost.pricer import Pricer
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
 from lensjax.plan.pins import Pin, check_applicable
-from lensjax.plan.plan import Plan
+from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program
 from lensjax.search.build import NAMES
 from lensjax.search.presets import pinnable
@@ -34,12 +34,13 @@ ROUNDS = 3
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A plan with its price (`plan.predicted`), or the reason why it does not apply. `inner_s`: seconds of the search's
-    own model, None where it was not asked."""
+    own model, None where it was not asked; `judged`: what a judge predicts that was passed in (see `judged`)."""
 
     name: str
     plan: Plan | None
     reason: str = ""
     inner_s: float | None = None
+    judged: Predicted | None = None
 
     @property
     def step_s(self) -> float:
