@@ -111,11 +111,20 @@ class Planned:
         mesh = device_mesh(self.plan.mesh) if form == "python" else None
         return write(self.plan, form, facts(self.program, self.plan, getattr(self._fn, "__name__", "step"), mesh))
 
-    def explain(self) -> str:
-        """What was chosen, against every preset, and why: a text with a table."""
-        from lensjax.report.explain import explain
+    def explain(self, path: str | None = None) -> str:
+        """What was chosen, against every preset, and why: a text with a table. With the path of a tensor
+        ("params/layer/mlp/kernel"): why that one is split so, and what each other way would cost."""
+        from lensjax.report.explain import explain, render
 
-        return explain(self.program, self.choice, self.notices)
+        if path is None:
+            return explain(self.program, self.choice, self.notices)
+        from lensjax.report.explain_tensor import explain_tensor
+
+        return render(explain_tensor(self.program, self.choice, path))
+
+    def what_if(self, plan: Any) -> Any:
+        """Another plan (`step.plan.replace(...)`) with its prediction, by the scorer that chose this one."""
+        return self.choice.what_if(plan)
 
     def explain_trace(self) -> str:
         """What each argument was taken for."""

@@ -19,6 +19,7 @@ from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
 from lensjax.plan.validate import validate
 from lensjax.program.program import Program
+from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
@@ -36,6 +37,9 @@ class Options:
     batch_axes: Any = None
     donate: bool = True
     report: Any = None
+    search: str | None = None
+    budget: float | None = None
+    cache: Any = None
 
     def __post_init__(self):
         check(self)
@@ -104,8 +108,18 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     pins = normalize(options.pins)
     limit = options.memory if options.memory is not None else cluster.device.memory
     given = options.plan
+    if given is None and (replayed := _replay(program, cluster, options, pins, limit)) is not None:
+        return replayed
     if given is None:
-        choice = choose(program, cluster, memory=options.memory, pins=pins, progress=_progress(options.report))
+        choice = choose(
+            program,
+            cluster,
+            memory=options.memory,
+            pins=pins,
+            progress=_progress(options.report),
+            search=options.search,
+            budget=options.budget,
+        )
     elif isinstance(given, str) and not is_file(given):
         plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
         plan = price(program, plan, cluster)
@@ -114,7 +128,26 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
         plan = _given(program, cluster, given, pins)
         return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
     plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
+    if given is None and options.cache is not None and choice.complete:
+        PlanCache(pathlib.Path(options.cache).expanduser()).put(_key(program, cluster, options, pins, limit), plan)
     return dataclasses.replace(choice, plan=plan)
+
+
+def _key(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> str:
+    return key_of(program, cluster, limit, pins, options.search or "milp", __version__)
+
+
+def _replay(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> Choice | None:
+    """The plan that an earlier search of the same problem chose, priced anew; None where there is none, or it does not
+    fit any more."""
+    if options.cache is None:
+        return None
+    plan = PlanCache(pathlib.Path(options.cache).expanduser()).get(_key(program, cluster, options, pins, limit))
+    if plan is None:
+        return None
+    plan = price(program, plan, cluster)
+    candidate = Candidate(plan.name, plan)
+    return Choice(plan, (candidate,), limit) if candidate.fits(limit) else None
 
 
 def _given(program: Program, cluster: Cluster, given: Any, pins: Sequence[Pin]) -> Plan:

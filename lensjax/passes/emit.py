@@ -16,8 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
 from lensjax.passes.pin import pin
+from lensjax.passes.recompute import recompute
+from lensjax.passes.reduce import Reducer, exact
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
+from lensjax.passes.share_sizes import falls_back, splits
+from lensjax.passes.shares import shares
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 
@@ -26,8 +30,9 @@ from lensjax.program.program import Program
 class Emitted:
     """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
-    positions. `extra`: the hidden state of the plan, name -> ShapeDtypeStruct with sharding: `run` takes it after the
-    leaves and returns its next values after the results."""
+    positions. `notes`: what a reader should know: a field of the plan that is carried out in another way. `pinned`: the
+    jaxpr behind `run`, None where the step is a loop over shares. `extra`: the hidden state of the plan, name ->
+    ShapeDtypeStruct with sharding: `run` takes it after the leaves and returns its next values after the results."""
 
     program: Program
     plan: Plan
@@ -36,6 +41,8 @@ class Emitted:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding | None, ...]
     donated: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    pinned: Any = None
     extra: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
 
@@ -47,10 +54,18 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
     )
 
 
-def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
-    """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
+def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer = exact) -> Emitted:
+    """Applies the plan's passes; `reduce`: what happens to partial gradients over the plan's slow axes. Raises
+    PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    pinned = pin(on_mesh(program, plan, mesh), plan, mesh, shardings)
+    note = falls_back(program, plan)
+    pinned = None
+    if splits(plan) and not note:
+        run = shares(program, plan, mesh, shardings, reduce)
+    else:
+        kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
+        pinned = pin(kept, plan, mesh, shardings).jaxpr
+        run = jcore.jaxpr_as_fun(_jax.close(pinned))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
@@ -58,10 +73,12 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
         program=program,
         plan=plan,
         mesh=mesh,
-        run=jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr)),
+        run=run,
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,
+        notes=(note,) if note else (),
+        pinned=pinned,
     )
 
 
