@@ -33,7 +33,7 @@ from lensjax.execute.planning import Options, agreed_plan
 from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
-from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, unfixed
+from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, same, unfixed
 from lensjax.search.choose import Choice
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Step(Planned):
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
         self._checkpoints = Checkpoints()
+        self._numerics: Any = None  # JAX's settings when the step was traced
         self._agreed: set[Any] = set()  # shapes of local batches that all processes have
 
     # ---- running ------------------------------------------------------------------------------------------------
@@ -114,9 +115,25 @@ class Step(Planned):
         if self._program is not None:
             self._check_state(self._program, call)
         check_alive(call.paths, call.leaves)
-        program = self._analyze(args, kwargs)
+        program = self._traced_already(call) or self._analyze(args, kwargs)
         executable = self._build(program)
         return self._start(executable, args, kwargs)
+
+    def _traced_already(self, call: Call) -> Program | None:
+        """The planned program, where this call is of its signature: `init` and `plan_for` traced it."""
+        known = self._program
+        if known is None or self._numerics != _jax.numerics():
+            return None
+        before = known.call
+        same_tree = (call.tree, call.dynamic, call.paths) == (before.tree, before.dynamic, before.paths)
+        fixed = len(call.statics) == len(before.statics) and all(
+            same(a, b) for (_, a), (_, b) in zip(call.statics, before.statics)
+        )
+        if not same_tree or not fixed or list(map(abstract, call.leaves)) != list(map(abstract, before.leaves)):
+            return None
+        if self._watch is not None:
+            self._watch.check()
+        return known
 
     def _start(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = executable.leaves(args, kwargs)
@@ -178,6 +195,7 @@ class Step(Planned):
         program = analyze(self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes)
         self.notices += [n for n in advice(program) if n not in self.notices]
         self._watch = Watch(self._user, program.captured)
+        self._numerics = _jax.numerics()
         return program
 
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
