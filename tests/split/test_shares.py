@@ -71,7 +71,11 @@ def test_what_is_refused_says_so_and_falls_back():
 
 def test_counts_that_do_not_come_out_are_refused():
     p, _ = whole("mean")
-    for plan, word in ((micro(7), "micro.count 4"), (micro(1, 2, share=3), "a multiple of 2"), (micro(5, 2), "up to 4")):
+    for plan, word in (
+        (micro(7), "micro.count 4"),
+        (micro(1, 2, share=3), "a multiple of 2"),
+        (micro(5, 2), "up to 4"),
+    ):
         with pytest.raises(PlanError, match=word):
             run(p, plan)
 
