@@ -222,25 +222,28 @@ class _Shares:
             single,
             in_axes=(0, *(d for _, d in batch)),
             axis_size=z.groups,
-            spmd_axis_name=z.axes if len(z.axes) > 1 else z.axes[0],
+            spmd_axis_name=z.axes,
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
     def total(self, cut: Cut, x: Any) -> Any:
-        """The reduction over the groups, one mesh axis after the other, the fastest first: what a faster axis scatters
-        the slower ones reduce in parts only. The plan's slow axes go through its own reduction."""
+        """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
+        ones reduce parts only; then over the rest at once. The plan's slow axes go through its own reduction."""
         z, spec, shape = self.sizes, self._total_spec(cut), self.plan.mesh.shape
         if self.plan.mesh.size == 1:
             return over(cut.op, x).astype(cut.var.aval.dtype)
         x = self.constrain(x, 0, spec=self._partial_spec(cut))
         gradient = cut.op == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
-        left = z.axes
+        left, scattered = z.axes, {a for axes in spec for a in axes}
         while left:
             if gradient and z.slow == left:
                 outside = tuple(tuple(a for a in axes if a not in left) for axes in spec)
                 x, _ = self.reduce(x, mesh=self.mesh, spec=outside, axes=left, state=None)
                 break
             *rest, fast = left
+            if fast not in scattered and not (gradient and z.slow):
+                x = over(cut.op, x)
+                break
             left = tuple(rest)
             x = over(cut.op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
             entries = [tuple(a for a in axes if a not in left) or None for axes in spec]

@@ -127,16 +127,15 @@ def test_bfloat16_gradients_are_added_up_in_float32():
     np.testing.assert_allclose(grad, 256 * (1 + 2**-7), rtol=2**-8)
 
 
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("width", "dim"), [(32, 0), (64, 1), (8, 2)])
 def test_a_share_draws_its_part_of_the_full_draw(width, dim):
     with jax.enable_x64(True):
         full, key = (12, 6, 3), jax.random.key(5)
         dtype = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}[width]
         bits = np.asarray(jax.random.bits(key, full, dtype))
-        for offset, size in ((0, 1), (1, 2)):
-            mine = Draw(full, dim, 1, size, width)(key, jnp.int32(offset))
-            np.testing.assert_array_equal(mine, np.take(bits, range(offset, offset + size), dim))
+        mine = jax.jit(Draw(full, dim, 1, 2, width))
+        for offset in (0, 1):
+            np.testing.assert_array_equal(mine(key, jnp.int32(offset)), np.take(bits, range(offset, offset + 2), dim))
 
 
 def test_counters_beyond_32_bits():
