@@ -26,6 +26,7 @@ from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
 from lensjax.passes.pin import Share, pin
+from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.shardings import Shardings, named, whole
 from lensjax.passes.share_layout import join, stack, take
@@ -95,7 +96,9 @@ class _Shares:
             known = part.known  # those that it reads: the same at every size
             partials = {k: self._partial_spec(c) for k, c in enumerate(wanted)}
             specs = Shardings(tuple(self._share_specs(part.program)), (None,) * (len(wanted) + len(results)), {})
-            prepared = inside(part.program, self.plan, self.mesh, z.axes)
+            # A pass for early totals has no backward, for which something would be kept.
+            kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
+            prepared = inside(kept, self.plan, self.mesh, z.axes)
             pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
             fixed = [i for i, s in enumerate(self.split.inputs) if s.kind != "B"]
             made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, fixed))
