@@ -60,7 +60,7 @@ def test_a_decorated_step_in_micro_batches():
         found = difference(mine, expected)
         assert found.gradients <= 1e-6 and found.loss <= 1e-6
     assert decorated.plan.micro == Micro(count=4)
-    with pytest.raises(PlanError, match="micro.count"):
+    with pytest.raises(PlanError, match=r"micro\.count"):
         lensjax.parallelize(step, plan=plan.replace(micro=Micro(count=0)), cluster="cpu:8")(*args)
 
 
