@@ -17,7 +17,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.recompute_constants import sink_constants
 from lensjax.passes.recompute_copy import Copies, live, with_facts
-from lensjax.passes.recompute_layers import Gates, recompute_layers
+from lensjax.passes.recompute_layers import Gates, Layer, recompute_layers
 from lensjax.passes.recompute_scans import Pair, recompute_scan, scan_pairs
 from lensjax.passes.recompute_split import split_scan
 from lensjax.passes.shardings import Shardings, batch_axes, ways
@@ -48,6 +48,14 @@ def layer_names(program: Program, plan: Plan, shardings: Shardings) -> tuple[str
     return tuple(dict.fromkeys(n for n in work.seen if n))
 
 
+def layers_at(program: Program, plan: Plan, shardings: Shardings) -> tuple[Layer, ...]:
+    """What every layer keeps and makes again under the plan's levels, in program order of each body. Where every level
+    is keep, segments that are written out are not told apart and not listed."""
+    work = _Recompute(program, plan, shardings)
+    work.top()
+    return tuple(work.record)
+
+
 def _check_names(plan: Plan, seen: Sequence[str]) -> None:
     for pattern in plan.layers:
         if pattern not in ("*", "") and not any(fnmatch.fnmatchcase(n, pattern) or n == pattern for n in seen):
@@ -63,6 +71,7 @@ class _Recompute:
         self.program, self.plan = program, plan
         self.copies = Copies()
         self.seen: list[str] = []
+        self.record: list[Layer] = []
         inner = _jax.open_jaxpr(program.jaxpr)
         roles = ("parameter", "constant")
         self.names = {v: a.path for v, a in zip(inner.invars, program.arguments) if a.role in roles}
@@ -86,7 +95,7 @@ class _Recompute:
             if not pair.layers and not any(v in repeated or v in self.copies.old for v in first):
                 self.seen.append(pair.name)
                 level = level_of(self.plan.layers, pair.name or "loop")[0]
-                jaxpr = recompute_scan(jaxpr, pair, level, self.copies)
+                jaxpr = recompute_scan(jaxpr, pair, level, self.copies, self.record)
         return self._inside(jaxpr, names, split)
 
     def _layer_scans(self, jaxpr: Any, name_of: Any) -> Any:
@@ -103,7 +112,7 @@ class _Recompute:
             jaxpr, parts = split_scan(jaxpr, pair, [p.count or 0 for p in levels], self.copies)
             for part, level in zip(parts, levels):
                 done.add(self._id(jaxpr, part))
-                jaxpr = recompute_scan(jaxpr, part, level, self.copies)
+                jaxpr = recompute_scan(jaxpr, part, level, self.copies, self.record)
 
     @staticmethod
     def _id(jaxpr: Any, pair: Pair) -> int:
@@ -134,7 +143,7 @@ class _Recompute:
             if eqn.primitive.name in ("convert_element_type", "copy", "transpose") and is_var(source) and source in held:
                 held.add(eqn.outvars[0])
         gates = Gates(held, self.late, lambda v: self.copies.root(v)[0] in self.program.batch.dims)
-        made = recompute_layers(jaxpr, work, whole, self.copies, gates)
+        made = recompute_layers(jaxpr, work, whole, self.copies, gates, self.record)
         return made, self._repeated(jaxpr, work)
 
     def _level(self, segment: Segment) -> Level:

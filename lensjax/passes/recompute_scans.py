@@ -18,7 +18,7 @@ from jax.extend import core as jcore
 
 from lensjax import _jax
 from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer, live
-from lensjax.passes.recompute_layers import OFFLOADED, keeps
+from lensjax.passes.recompute_layers import OFFLOADED, Layer, keeps
 from lensjax.plan.levels import Level
 from lensjax.program.edit import is_var
 from lensjax.program.values import nbytes, results
@@ -82,11 +82,14 @@ class _Cut:
     held: Mapping[Any, Any]
 
 
-def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies) -> Any:
-    """The body with a pair recut at a level; the same object where there is nothing to gain."""
+def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies, record: list[Layer] | None = None) -> Any:
+    """The body with a pair recut at a level; the same object where there is nothing to gain. `record` receives what
+    each of its layers keeps."""
     inner = _jax.open_jaxpr(jaxpr)
     forward, backward = inner.eqns[pair.forward], inner.eqns[pair.backward]
     cut = _cut(inner, pair, level)
+    if record is not None:
+        record.append(_layer(pair, forward, backward, cut, level))
     if cut is None:
         return jaxpr
     host = frozenset(v for v in cut.stacked if level.kind == "offload" and _movable(v))
@@ -95,6 +98,20 @@ def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies) -> Any:
     eqns = list(inner.eqns)
     eqns[pair.forward], eqns[pair.backward] = ahead, back
     return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def _layer(pair: Pair, forward: Any, backward: Any, cut: _Cut | None, level: Level) -> Layer:
+    _, carry = _jax.scan_split(forward)
+    body = _jax.open_jaxpr(forward.params["jaxpr"])
+    read = {id(a) for a in _scanned(backward)}
+    between = [v for o, v in zip(forward.outvars[carry:], body.outvars[carry:]) if id(o) in read and is_var(v)]
+    work = tuple(body.eqns)
+    if cut is None:
+        return Layer(pair.name, forward.params["length"], tuple(between), (), (), (), work)
+    gone = set(cut.dropped.values())
+    host = tuple(v for v in cut.stacked if level.kind == "offload" and _movable(v))
+    kept = [v for v in (*between, *cut.stacked) if v not in gone and v not in host]
+    return Layer(pair.name, forward.params["length"], tuple(kept), tuple(gone), cut.slice, host, work)
 
 
 def _movable(v: Any) -> bool:

@@ -101,7 +101,7 @@ class _Grid:
     def __init__(self, inner: Any, facts: Forward, table: Table, whole: frozenset[int]):
         span = self.span = facts.span
         self.whole = {i for i in whole if span.start <= i < span.split}
-        self.stored = _stored(inner, facts)
+        self.stored = stored_values(inner, facts)
         rows = [
             (i, facts.forward.get(v, -1), table.bytes[v], v in self.stored)
             for v, i in table.made.items()
@@ -200,7 +200,7 @@ def _shortest(price: np.ndarray) -> list[int]:
     return path[::-1]
 
 
-def _stored(inner: Any, facts: Forward) -> set[Any]:
+def stored_values(inner: Any, facts: Forward) -> set[Any]:
     """Forward values that XLA stores for the backward: what it reads, pulled back through element-wise chains (which
     are fused, and made again for nothing) to what is worth storing."""
     span = facts.span

@@ -11,11 +11,17 @@ from lensjax._units import size
 from lensjax.cost.price import price
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
+from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
+from lensjax.search.levels import levels
 from lensjax.search.presets import enumerate_presets, pinnable, preset
 from lensjax.topology.cluster import Cluster
+
+
+# Plans that do not fit, fastest first, that are tried with recompute and offload.
+RECOMPUTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +90,28 @@ def choose(
     tiers = tier_names(cluster)
     makers = [(n, lambda n=n: preset(n, program, cluster.devices, pins=pins, tier_of=tiers)) for n in names]
     candidates = sorted(price_all(program, makers, cluster, progress), key=_rank)
+    candidates = sorted([*candidates, *_with_levels(program, candidates, cluster, limit)], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
     best = fitting[0].plan
     assert best is not None
     return Choice(best, tuple(candidates), limit)
+
+
+def _with_levels(
+    program: Program, candidates: Sequence[Candidate], cluster: Cluster, limit: float
+) -> list[Candidate]:
+    """The fastest plans that do not fit, with levels under which they do; those slower than one that fits are left."""
+    best = min((c.step_s for c in candidates if c.fits(limit)), default=math.inf)
+    out = []
+    for c in [c for c in candidates if c.plan is not None and not c.fits(limit) and c.step_s < best][:RECOMPUTED]:
+        assert c.plan is not None
+        made = levels(program, c.plan, cluster, limit)
+        if made is not None:
+            kinds = "+".join(sorted({p.kind for text in made.layers.values() for p in parse(text)}))
+            out.append(Candidate(f"{c.name} {kinds}", made))
+    return out
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
