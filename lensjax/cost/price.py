@@ -18,5 +18,7 @@ from lensjax.topology.cluster import Cluster
 def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
     apply."""
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cpu")
+    # A program for CPUs says nothing about host memory: on them it is the same memory.
+    away = any("offload" in level for level in plan.layers.values()) and cluster.device.platform != "cpu"
+    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cuda" if away else "cpu")
     return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))

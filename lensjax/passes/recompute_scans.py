@@ -111,7 +111,8 @@ def _layer(pair: Pair, forward: Any, backward: Any, cut: _Cut | None, level: Lev
     gone = set(cut.dropped.values())
     host = tuple(v for v in cut.stacked if level.kind == "offload" and _movable(v))
     kept = [v for v in (*between, *cut.stacked) if v not in gone and v not in host]
-    return Layer(pair.name, forward.params["length"], tuple(kept), tuple(gone), cut.slice, host, work)
+    again = tuple(v for v in gone if v not in host)
+    return Layer(pair.name, forward.params["length"], tuple(kept), again, cut.slice, host, work)
 
 
 def _movable(v: Any) -> bool:
@@ -154,7 +155,17 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
     stacked = tuple(
         v for v in inputs if v not in held and (v not in position or consts <= position[v] < consts + carry)
     )
-    if not dropped or sum(map(nbytes, stacked)) >= sum(map(nbytes, dropped.values())):
+    if level.kind == "offload":
+        # A layer's input that is stacked already goes to the host instead, where only the backward reads the stack.
+        alone = {
+            v: o for v, o in held.items()
+            if v in inputs and _movable(v) and readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
+        }  # fmt: skip
+        stacked += tuple(alone)
+        dropped.update((o, v) for v, o in alone.items())
+        held = {v: o for v, o in held.items() if v not in alone}
+    stays = sum(nbytes(v) for v in stacked if level.kind != "offload" or not _movable(v))
+    if not dropped or stays >= sum(map(nbytes, dropped.values())):
         return None
     return _Cut(dropped, tuple(again), inputs, stacked, held)
 

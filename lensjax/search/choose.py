@@ -135,7 +135,7 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     plan = nearest.plan
     assert plan is not None and plan.predicted is not None
     over = plan.predicted.peak_bytes - limit
-    parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
+    parts = sorted(((k, v) for k, v in plan.predicted.memory.items() if k != "host"), key=lambda kv: -kv[1])
     parts_held = ", ".join(f"{k} {size(v)}" for k, v in parts if v > 0)
     largest = "\n".join(f"    {path}: {size(held)}" for path, held in largest_leaves(program, plan))
     return DoesNotFit(
