@@ -171,4 +171,3 @@ def _times(option: Option, count: int) -> Option:
         option.seconds * count,
         option.host * count,
     )
-

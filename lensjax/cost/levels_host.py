@@ -87,7 +87,9 @@ class _Find:
             return any([self.mark(v) for v in pairs])
         if node.name in _VIEWS and node.inputs[0] in self.host:
             return self.mark(node.outputs[0])
-        if node.name == "stablehlo.dynamic_update_slice" and (node.inputs[1] in self.host or node.inputs[0] in self.host):
+        if node.name == "stablehlo.dynamic_update_slice" and (
+            node.inputs[1] in self.host or node.inputs[0] in self.host
+        ):
             return any([self.mark(node.inputs[0]), self.mark(node.outputs[0])])
         if node.name == "stablehlo.while":
             return self.loop(node, trips)

@@ -17,7 +17,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.recompute_constants import sink_constants
 from lensjax.passes.recompute_copy import Copies, live, with_facts
-from lensjax.passes.recompute_layers import Gates, Layer, recompute_layers
+from lensjax.passes.recompute_layers import REMAT, Gates, Layer, recompute_layers
 from lensjax.passes.recompute_scans import Pair, recompute_scan, scan_pairs
 from lensjax.passes.recompute_split import split_scan
 from lensjax.passes.shardings import Shardings, batch_axes, ways
@@ -27,7 +27,7 @@ from lensjax.program.boundary import BackwardPass, backward_passes, densest_plac
 from lensjax.program.edit import is_var, map_bodies
 from lensjax.program.program import Program
 from lensjax.program.segments import Segment, named_views, regrouped, segments
-from lensjax.program.values import table
+from lensjax.program.values import results, table
 
 
 def recompute(program: Program, plan: Plan, shardings: Shardings) -> Program:
@@ -117,7 +117,7 @@ class _Recompute:
     @staticmethod
     def _id(jaxpr: Any, pair: Pair) -> int:
         """What stays of a pair while it is recut: the backward scan's first result."""
-        return id(_jax.open_jaxpr(jaxpr).eqns[pair.backward].outvars[0])
+        return id(results(_jax.open_jaxpr(jaxpr).eqns[pair.backward])[0])
 
     def _written_out(
         self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], pairs: Sequence[Pair], top: bool
@@ -128,6 +128,8 @@ class _Recompute:
         if not spans and top and not pairs and not any(direction(e) for e in inner.eqns):
             found = densest_place(jaxpr, table(jaxpr))
             spans = (found,) if found is not None else ()
+        # Layers that the user recomputes (jax.checkpoint) are left as they are.
+        spans = tuple(s for s in spans if not any(e.primitive.name in REMAT for e in inner.eqns[s.split : s.stop]))
         whole = frozenset(p.forward for p in pairs if p.layers)
         work = []
         for span in spans:
@@ -140,7 +142,11 @@ class _Recompute:
         held = set(split)
         for eqn in inner.eqns:  # views of split weights: the pin pass gathers them where they are used
             source = eqn.invars[0] if eqn.invars else None
-            if eqn.primitive.name in ("convert_element_type", "copy", "transpose") and is_var(source) and source in held:
+            if (
+                eqn.primitive.name in ("convert_element_type", "copy", "transpose")
+                and is_var(source)
+                and source in held
+            ):
                 held.add(eqn.outvars[0])
         gates = Gates(held, self.late, lambda v: self.copies.root(v)[0] in self.program.batch.dims)
         made = recompute_layers(jaxpr, work, whole, self.copies, gates, self.record)

@@ -22,6 +22,7 @@ from lensjax.program.edit import is_var
 from lensjax.program.segments import Forward, Segment, forward_of, stored_values
 from lensjax.program.values import Table, nbytes, results, table
 
+REMAT = ("remat2", "checkpoint")
 OFFLOADED = 2**16  # values below this many bytes are not worth a copy to the host
 
 
@@ -74,6 +75,18 @@ def keeps(level: Level, eqn: Any) -> bool:
             return not eqn.params["dimension_numbers"][1][0]
         return name in ("conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "ffi_call")
     return False
+
+
+def kept_by(level: Level, eqns: Sequence[Any]) -> set[Any]:
+    """Values that a level keeps whatever reads them. A named value is also the value that was given the name; results
+    of effects are made once, and those of the user's own remat are not put into another."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        if eqn.effects or eqn.primitive.name in REMAT or keeps(level, eqn):
+            found.update(results(eqn))
+            if eqn.primitive.name == "name":
+                found.update(a for a in eqn.invars if is_var(a))
+    return found
 
 
 def recompute_layers(
@@ -163,10 +176,10 @@ class _Emitter:
         kept: set[Any] = set()
         dropped: list[Any] = []
         eqns = self.inner.eqns[segment.start : segment.stop]
+        stays = kept_by(level, eqns)
         for eqn in eqns:
-            stays = bool(eqn.effects) or eqn.primitive.name in ("remat2", "checkpoint") or keeps(level, eqn)
             for v in results(eqn):
-                if stays or facts.forward.get(v, -1) >= segment.stop or v in self.gates.held:
+                if v in stays or facts.forward.get(v, -1) >= segment.stop or v in self.gates.held:
                     kept.add(v)
                 elif v in facts.backward:
                     dropped.append(v)
@@ -278,4 +291,3 @@ class _Emitter:
         self.b.env.update(zip(alive, outs[len(values) :]))
         for v, atom in zip(values, outs):
             self.again[v] = self.b.put(atom, DEVICE, like)
-

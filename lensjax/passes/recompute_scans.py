@@ -18,7 +18,7 @@ from jax.extend import core as jcore
 
 from lensjax import _jax
 from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer, live
-from lensjax.passes.recompute_layers import OFFLOADED, Layer, keeps
+from lensjax.passes.recompute_layers import OFFLOADED, Layer, kept_by
 from lensjax.plan.levels import Level
 from lensjax.program.edit import is_var
 from lensjax.program.values import nbytes, results
@@ -136,13 +136,12 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
     ys = [(o, v) for o, v in ys if not isinstance(o, jcore.DropVar)]
     scanned = {id(a) for a in _scanned(backward)}
     others = {id(a) for a in backward.invars[: sum(_jax.scan_split(backward))]}
+    kept = kept_by(level, body.eqns)
     dropped = {
         o: v for o, v in ys
-        if readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
-        and v in maker and not maker[v].effects and not keeps(level, maker[v])
+        if readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others and v in maker and v not in kept
     }  # fmt: skip
     held = {v: o for o, v in ys if o not in dropped}
-    kept = {v for e in body.eqns if keeps(level, e) or e.effects or _remat(e) for v in results(e)}
     need, again = set(dropped.values()), []
     for eqn in reversed(body.eqns):
         if any(v in need for v in results(eqn)):
@@ -170,11 +169,6 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
     return _Cut(dropped, tuple(again), inputs, stacked, held)
 
 
-def _remat(eqn: Any) -> bool:
-    """The user's own remat keeps its results: it is not put into another."""
-    return eqn.primitive.name in ("remat2", "checkpoint")
-
-
 def _forward(eqn: Any, cut: _Cut, host: Set[Any], copies: Copies) -> tuple[Any, dict[Any, Any]]:
     """The forward scan without the dropped stacks and with the new ones, {body variable: its stack}."""
     body = _jax.open_jaxpr(eqn.params["jaxpr"])
@@ -196,9 +190,7 @@ def _forward(eqn: Any, cut: _Cut, host: Set[Any], copies: Copies) -> tuple[Any, 
     return _jax.rescan(eqn, invars=eqn.invars, outvars=outs, body=new), stacks
 
 
-def _backward(
-    forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies
-) -> Any:
+def _backward(forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies) -> Any:
     """The backward scan with the slice in front of its body."""
     ahead = _jax.open_jaxpr(forward.params["jaxpr"])
     body = _jax.open_jaxpr(eqn.params["jaxpr"])

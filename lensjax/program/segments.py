@@ -85,9 +85,7 @@ def segments(
         paths = _path_of(inner, span, names)
         made = [(a, z, _majority(paths[a - span.start : z - span.start])) for a, z in zip(numbered, numbered[1:])]
         inside = [n for n, (_, _, name) in enumerate(made) if layer_name(name)]
-        return tuple(
-            Segment(a, z, name if inside[0] <= n <= inside[-1] else "") for n, (a, z, name) in enumerate(made)
-        )
+        return tuple(Segment(a, z, name if inside[0] <= n <= inside[-1] else "") for n, (a, z, name) in enumerate(made))
     if grid.whole:
         return tuple(Segment(a, z, "") for a, z in zip(free, free[1:]))
     paths = _path_of(inner, span, names)
@@ -232,9 +230,7 @@ def _path_of(inner: Any, span: BackwardPass, names: Mapping[Any, str]) -> list[s
 
 def _direct(inner: Any, span: BackwardPass, names: Mapping[Any, str]) -> list[list[str]]:
     return [
-        [names[a] for a in e.invars if is_var(a) and a in names]
-        if e.primitive.name not in ("scan", *VIEWS)
-        else []
+        [names[a] for a in e.invars if is_var(a) and a in names] if e.primitive.name not in ("scan", *VIEWS) else []
         for e in inner.eqns[span.start : span.split]
     ]
 

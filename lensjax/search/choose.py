@@ -19,7 +19,6 @@ from lensjax.search.levels import levels
 from lensjax.search.presets import enumerate_presets, pinnable, preset
 from lensjax.topology.cluster import Cluster
 
-
 # Plans that do not fit, fastest first, that are tried with recompute and offload.
 RECOMPUTED = 3
 
@@ -99,9 +98,7 @@ def choose(
     return Choice(best, tuple(candidates), limit)
 
 
-def _with_levels(
-    program: Program, candidates: Sequence[Candidate], cluster: Cluster, limit: float
-) -> list[Candidate]:
+def _with_levels(program: Program, candidates: Sequence[Candidate], cluster: Cluster, limit: float) -> list[Candidate]:
     """The fastest plans that do not fit, with levels under which they do; those slower than one that fits are left."""
     best = min((c.step_s for c in candidates if c.fits(limit)), default=math.inf)
     out = []

@@ -129,4 +129,3 @@ def frontier(found: Sequence[Group], points: int = 16, parts: int = 2) -> list[t
 def _held(found: Sequence[Group]) -> float:
     """Bytes that the layers hold when everything is kept."""
     return sum(g.options[0].kept * g.count for g in found)
-

@@ -13,7 +13,7 @@ ROWS = 2**13
 
 
 def priced(name, level):
-    step, params, batch = STEPS[name]()
+    step, params, _ = STEPS[name]()
     p = analyze(step, (params, jnp.zeros((ROWS, WIDTH))))
     plan = preset("dp", p, 8)
     return price(p, plan.replace(layers={"*": level}), Cluster.parse("dgx-h100:1")).predicted

@@ -78,7 +78,9 @@ def test_layers_are_multiplied_again(name):
 
 
 def test_a_checkpoint_of_the_users_is_not_put_into_another():
-    before, after = (count(j, "dot_general") for j in (program("checkpointed").jaxpr, under("checkpointed", "inputs").jaxpr))
+    before, after = (
+        count(j, "dot_general") for j in (program("checkpointed").jaxpr, under("checkpointed", "inputs").jaxpr)
+    )
     assert before == after
 
 
@@ -114,7 +116,7 @@ def layers_of(name):
 
 
 def test_a_layer_that_is_not_there_is_an_error():
-    with pytest.raises(PlanError, match="layers.params/layer_9.*does not have"):
+    with pytest.raises(PlanError, match=r"layers.params/layer_9.*does not have"):
         under("unrolled", {"params/layer_9": "inputs"})
 
 
@@ -170,7 +172,12 @@ def test_offloaded_inputs_are_put_on_the_host_and_fetched_behind_a_barrier():
     assert len(away) >= LAYERS - 1 and len(puts) == 2 * len(away)
     behind = {v for e in made.eqns if e.primitive.name == "optimization_barrier" for v in e.outvars}
     assert all(e.invars[0] in behind for e in puts if e not in away)
-    results = [np.asarray(x) for x in jax.jit(jcore.jaxpr_as_fun(_jax.close(_jax.rebuild(p.jaxpr, eqns=made.eqns, outvars=made.outvars))))(*p.call.leaves)]
+    results = [
+        np.asarray(x)
+        for x in jax.jit(jcore.jaxpr_as_fun(_jax.close(_jax.rebuild(p.jaxpr, eqns=made.eqns, outvars=made.outvars))))(
+            *p.call.leaves
+        )
+    ]
     for mine, theirs in zip(results, run(p.jaxpr, p), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
