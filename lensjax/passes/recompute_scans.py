@@ -158,7 +158,8 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
         # A layer's input that is stacked already goes to the host instead, where only the backward reads the stack.
         alone = {
             v: o for v, o in held.items()
-            if v in inputs and _movable(v) and readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
+            if v in inputs and _movable(v)
+            and readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
         }  # fmt: skip
         stacked += tuple(alone)
         dropped.update((o, v) for v, o in alone.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,12 +37,12 @@ def split_scan(jaxpr: Any, pair: Pair, counts: Sequence[int], copies: Copies) ->
     if len(counts) == 1:
         return jaxpr, [pair]
     inner = _jax.open_jaxpr(jaxpr)
-    forward, backward = inner.eqns[pair.forward], inner.eqns[pair.backward]
+    forward = inner.eqns[pair.forward]
     bounds = [sum(counts[:n]) for n in range(len(counts) + 1)]
     if forward.params["reverse"]:  # the first layer is the last row
-        rows = [(bounds[-1] - z, bounds[-1] - a) for a, z in zip(bounds, bounds[1:])]
+        rows = [(bounds[-1] - z, bounds[-1] - a) for a, z in itertools.pairwise(bounds)]
     else:
-        rows = list(zip(bounds, bounds[1:]))
+        rows = list(itertools.pairwise(bounds))
     between = {v for v in forward.outvars if _only_read_by(inner, v, pair.backward)}
     w = Writer(copies)
     pieces: dict[Any, list[Any]] = {}
