@@ -14,11 +14,13 @@ from lensjax._errors import (
     BatchError,
     CaptureWarning,
     ClusterError,
+    CodecError,
     CompileError,
     DoesNotFit,
     LensjaxError,
     PartitionError,
     PlanError,
+    ProcessError,
     StateError,
     TraceError,
     UnsupportedJax,
@@ -26,6 +28,8 @@ from lensjax._errors import (
 
 if TYPE_CHECKING:
     from lensjax.execute.parallelize import parallelize
+    from lensjax.execute.processes import connect
+    from lensjax.execute.reshard import reshard
     from lensjax.plan.plan import Plan
     from lensjax.program.rules import sharding_rule
     from lensjax.topology.cluster import Cluster
@@ -34,6 +38,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "parallelize": "lensjax.execute.parallelize",
+    "connect": "lensjax.execute.processes",
+    "reshard": "lensjax.execute.reshard",
     "Plan": "lensjax.plan.plan",
     "sharding_rule": "lensjax.program.rules",
     "Cluster": "lensjax.topology.cluster",
@@ -44,16 +50,20 @@ __all__ = [
     "CaptureWarning",
     "Cluster",
     "ClusterError",
+    "CodecError",
     "CompileError",
     "DoesNotFit",
     "LensjaxError",
     "PartitionError",
     "Plan",
     "PlanError",
+    "ProcessError",
     "StateError",
     "TraceError",
     "UnsupportedJax",
+    "connect",
     "parallelize",
+    "reshard",
     "sharding_rule",
 ]
 

@@ -18,7 +18,14 @@ from lensjax.topology.cluster import Cluster
 def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
     apply."""
-    # A program for CPUs says nothing about host memory: on them it is the same memory.
+    emitted = emit(program, plan, abstract_mesh(plan))
+    predicted = score(partition(lower(emitted, lowered_for(plan, cluster))), cluster, plan, program)
+    predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
+    return dataclasses.replace(plan, predicted=predicted)
+
+
+def lowered_for(plan: Plan, cluster: Cluster) -> str:
+    """The platform that a plan is lowered for to be priced. A program for CPUs says nothing about host memory (on them
+    it is the same memory), so a plan that offloads is lowered for GPUs."""
     away = any("offload" in level for level in plan.layers.values()) and cluster.device.platform != "cpu"
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cuda" if away else "cpu")
-    return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))
+    return "cuda" if away else "cpu"

@@ -14,6 +14,7 @@ Values keep their numbers: a constraint is the identity.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,12 +52,21 @@ def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings) -> Program:
+def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None) -> Program:
     """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
-    `shardings`: what the plan resolves to."""
+    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())
+    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings, share).top())
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The program of a share, of which there is one along each of the mesh axes `axes`: the batch inside it is not
+    split over them. `results`: {result index: spec of a partial gradient}."""
+
+    axes: tuple[str, ...]
+    results: Mapping[int, Spec]
 
 
 def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -77,14 +87,17 @@ def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str
 
 
 class _Pinner:
-    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings):
+    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
-        self.axes = batch_axes(plan)
-        self.rules = activation_rules(program, plan)
+        outside = share.axes if share is not None else ()
+        self.gathered = batch_axes(plan)
+        self.axes = tuple(a for a in self.gathered if a not in outside)
+        rules = activation_rules(program, plan)
+        self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
-        self.results = self._final_specs(inner)
+        self.results = self._final_specs(inner) if share is None else dict(share.results)
         self.grads = gradient_pins(program, {inner.outvars[r]: s for r, s in self.results.items()})
 
     def _final_specs(self, inner: Any) -> dict[int, Spec]:
@@ -106,9 +119,7 @@ class _Pinner:
         for i, a in enumerate(self.program.arguments):
             if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
                 spec = self.shardings.arguments[i]
-                use = tuple(tuple(x for x in axes if x not in self.axes) for axes in spec)
-                if self._selects(inner.invars[i]):
-                    use = spec
+                use = self._use(inner.invars[i], spec)
                 weights[inner.invars[i]] = Weight(spec, use, self._gather_mode(layer_of.get(i)))
         b = Builder()
         self._body(b, inner, weights)
@@ -126,14 +137,30 @@ class _Pinner:
             return gather.get("", "once")  # outside the layers forward and backward uses are next to each other
         return gather.get(layer or "*", gather.get("*", "once"))
 
-    def _selects(self, v: Any) -> bool:
-        """Whether a weight's own axes are split over the batch's mesh axes by rule (experts): it is not gathered."""
-        if not self.rules:
-            return False
-        majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
-        return any(
-            axis in majors and set(mesh) & set(self.axes) for axis, mesh in self.rules if axis not in self.batch_ids
+    def _use(self, v: Any, spec: Spec) -> Spec:
+        """The spec in which matmuls read a weight: whole along the mesh axes that split the batch or only its sequence,
+        except where a rule splits the weight's own axis over them (experts), and still split along the others."""
+        gathered = {*self.gathered, *self._sequence_axes()}
+        by_rule = {(axis, m) for axis, mesh in self.rules if axis not in self.batch_ids for m in mesh}
+        majors = [self.program.logical.major(v, d) if self.rules else None for d in range(len(spec))]
+        return tuple(
+            tuple(m for m in axes if m not in gathered or (major, m) in by_rule) for major, axes in zip(majors, spec)
         )
+
+    def _sequence_axes(self) -> set[str]:
+        """Mesh axes that rules give to axes of the batch's arguments alone (the sequence): like the batch's, they split
+        activations and no weight."""
+        if not self.rules:
+            return set()
+        logical, inner = self.program.logical, _jax.open_jaxpr(self.program.jaxpr)
+        inputs = {
+            axis
+            for v, a in zip(inner.invars, self.program.arguments) if a.role == "batch"
+            for dimension in logical.dims.get(v, ()) for axis in dimension
+        }  # fmt: skip
+        return {m for _, mesh in self.rules for m in mesh} - {
+            m for a, mesh in self.rules if a not in inputs for m in mesh
+        }
 
     # ---- one body ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lensjax._errors import PlanError
 from lensjax.plan.levels import parse
-from lensjax.plan.plan import MeshPlan, Micro, Plan, Reduce, Rules
+from lensjax.plan.plan import MeshPlan, Plan, Reduce, Rules
 
 GATHER = ("once", "again")
 
@@ -62,9 +62,10 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
     """Fields for what no pass carries out yet hold their defaults."""
     for layer, level in plan.layers.items():
         parse(level, f"layers.{layer}")
-    if plan.micro != Micro():
-        name = "count" if plan.micro.count != 1 else "share"
-        raise _not_yet(f"micro.{name}", getattr(plan.micro, name), "the whole batch goes through at once: count 1")
+    for name in ("count", "share"):
+        value = getattr(plan.micro, name)
+        if value is not None and value < 1:
+            raise PlanError(f"field 'micro.{name}' is {value}; expected 1 or more")
     for tier, reduce in plan.reduce.items():
         if tiers is not None and tier not in tiers:
             raise PlanError(f"field 'reduce.{tier}' names no tier of the cluster", hint=f"tiers: {', '.join(tiers)}")

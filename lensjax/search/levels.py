@@ -7,7 +7,7 @@ that sum finds the fastest choice exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,11 +62,14 @@ def _frontier(total: np.ndarray, time: np.ndarray) -> np.ndarray:
     return order[sorted_time < before]
 
 
-def levels(program: Program, plan: Plan, cluster: Cluster, memory: float) -> Plan | None:
+def levels(
+    program: Program, plan: Plan, cluster: Cluster, memory: float, pricer: Callable[[Plan], Plan] | None = None
+) -> Plan | None:
     """The plan with levels under which it fits `memory` bytes per device, priced; the fastest of those looked at. None
-    where there is none. A plan that fits as it is comes back as it is (priced)."""
-    whole = plan.replace(layers={})
-    whole = plan if plan.predicted is not None and not plan.layers else price(program, whole, cluster)
+    where there is none. A plan that fits as it is comes back as it is (priced). `pricer`: what prices a plan, where
+    other plans of this program are priced too."""
+    priced = pricer if pricer is not None else lambda p: price(program, p, cluster)
+    whole = plan if plan.predicted is not None and not plan.layers else priced(plan.replace(layers={}))
     assert whole.predicted is not None
     if whole.predicted.peak_bytes <= memory:
         return whole
@@ -82,7 +85,7 @@ def levels(program: Program, plan: Plan, cluster: Cluster, memory: float) -> Pla
         if key in seen:
             return None
         seen.add(key)
-        made = price(program, plan.replace(layers=layers), cluster)
+        made = priced(plan.replace(layers=layers))
         if made.predicted is not None and made.predicted.peak_bytes <= memory:
             fitting.append(made)
         return made
