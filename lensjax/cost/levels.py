@@ -107,7 +107,8 @@ def _keep(first: Layer, whole: Layer | None, share: Callable[[Any], float]) -> O
 
 def _option(kind: str, layer: Layer, share: Callable[[Any], float], device: Device) -> Option | None:
     kept, dropped = sum(map(share, layer.kept)), sum(map(share, layer.dropped))
-    again = work_seconds(layer.again, share, device)
+    # What is made again in passing (element-wise) costs at least one more pass over it.
+    again = work_seconds(layer.again, share, device) + dropped / (device.memory_bandwidth * MEMORY_EFFICIENCY)
     host = sum(map(share, layer.host))
     if host:
         forward = work_seconds(layer.work, share, device)
