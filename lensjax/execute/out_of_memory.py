@@ -27,8 +27,7 @@ def ran_out(failure: BaseException) -> bool:
 
 def told(emitted: Emitted, cluster: Cluster, failure: BaseException, leaves: Sequence[Any]) -> OutOfMemory:
     """The error for a step that ran out of memory. `leaves`: what it was called with."""
-    plan, program = emitted.plan, emitted.program
-    predicted = plan.predicted
+    plan, predicted = emitted.plan, emitted.plan.predicted
     lines = [f"the step ran out of memory under the plan {plan.name!r}: {str(failure).splitlines()[0]}"]
     if predicted is not None:
         parts = sorted(((k, v) for k, v in predicted.memory.items() if k != "host"), key=lambda kv: -kv[1])

@@ -30,7 +30,7 @@ from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
 from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
-from lensjax.execute.planning import Options, agreed_plan
+from lensjax.execute.planning import Options, agreed_plan, cluster_for
 from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze

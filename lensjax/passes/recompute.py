@@ -84,21 +84,27 @@ class _Recompute:
 
     # ---- one body -------------------------------------------------------------------------------------------------
 
-    def _body(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], top: bool = False) -> Any:
+    def _body(
+        self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], around: Set[str] = frozenset(), top: bool = False
+    ) -> Any:
+        """`around`: names of the stacks of layers in whose bodies this one is."""
         names = named_views(jaxpr, names)
         name_of = lambda atoms: common_path([names[a] for a in atoms if is_var(a) and a in names])
-        jaxpr = self._layer_scans(jaxpr, name_of)
+        jaxpr = self._layer_scans(jaxpr, name_of, around)
+        names = named_views(jaxpr, names)  # a stack in parts reads slices of its parameters
         pairs = scan_pairs(jaxpr, name_of)
+        around = around | {p.name for p in pairs if p.layers}
         jaxpr, repeated = self._written_out(jaxpr, names, split, pairs, top)
         for pair in scan_pairs(jaxpr, name_of):
             first = _jax.open_jaxpr(jaxpr).eqns[pair.forward].outvars
             if not pair.layers and not any(v in repeated or v in self.copies.old for v in first):
                 self.seen.append(pair.name)
-                level = level_of(self.plan.layers, pair.name or "loop")[0]
+                levels = level_of(self.plan.layers, pair.name or "loop")
+                level = levels[0] if len(levels) == 1 else KEEP  # counts are for layers, not for steps in time
                 jaxpr = recompute_scan(jaxpr, pair, level, self.copies, self.record)
-        return self._inside(jaxpr, names, split)
+        return self._inside(jaxpr, names, split, around)
 
-    def _layer_scans(self, jaxpr: Any, name_of: Any) -> Any:
+    def _layer_scans(self, jaxpr: Any, name_of: Any, around: Set[str]) -> Any:
         """Stacks of layers, recut at their levels; a stack with several levels is split first."""
         done: set[int] = set()
         while True:
@@ -108,7 +114,10 @@ class _Recompute:
             pair = todo[0]
             self.seen.append(pair.name)
             length = _jax.open_jaxpr(jaxpr).eqns[pair.forward].params["length"]
-            levels = for_stack(level_of(self.plan.layers, pair.name), length, pair.name)
+            levels = level_of(self.plan.layers, pair.name)
+            if pair.name in around and len(levels) > 1:
+                levels = (KEEP,)  # the counts were for the stack around this one
+            levels = for_stack(levels, length, pair.name)
             jaxpr, parts = split_scan(jaxpr, pair, [p.count or 0 for p in levels], self.copies)
             for part, level in zip(parts, levels):
                 done.add(self._id(jaxpr, part))
@@ -155,7 +164,10 @@ class _Recompute:
     def _level(self, segment: Segment) -> Level:
         if segment.name:
             self.seen.append(segment.name)
-        return level_of(self.plan.layers, segment.name)[0]
+        levels = level_of(self.plan.layers, segment.name)
+        if len(levels) > 1 and segment.name not in self.plan.layers:
+            return KEEP  # a pattern with counts is about stacks
+        return for_stack(levels, 1, segment.name)[0]
 
     def _repeated(self, jaxpr: Any, work: Any) -> set[Any]:
         eqns = _jax.open_jaxpr(jaxpr).eqns
@@ -168,7 +180,7 @@ class _Recompute:
             for v in e.outvars
         }
 
-    def _inside(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any]) -> Any:
+    def _inside(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], around: Set[str]) -> Any:
         """Bodies of loops: an accumulation loop holds a whole backward pass, a recut scan may hold another pair."""
         inner = _jax.open_jaxpr(jaxpr)
         eqns = []
@@ -180,7 +192,7 @@ class _Recompute:
                     args = _jax.open_jaxpr(body).invars
                     known = {v: names[a] for v, a in zip(args, passed) if is_var(a) and a in names}
                     apart = {v for v, a in zip(args, passed) if is_var(a) and a in split}
-                    return self._body(body, known, apart)
+                    return self._body(body, known, apart, around)
 
                 eqn = map_bodies(eqn, rewrite)
             eqns.append(eqn)

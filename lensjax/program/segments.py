@@ -26,7 +26,9 @@ THRESHOLDS = 120  # limits on what one segment may drop
 # Layers that the user numbered are taken unless nameless cuts hold this much less.
 PREFERENCE = 0.9
 # A cast or transpose of a parameter is that parameter: what counts is where it is computed with.
-VIEWS = ("convert_element_type", "copy", "transpose", "reshape", "squeeze", "broadcast_in_dim", "sharding_constraint")
+VIEWS = frozenset(
+    "convert_element_type copy transpose reshape squeeze slice broadcast_in_dim sharding_constraint".split()
+)
 _NUMBERED = re.compile(r"^(.*?/)?([^/]*?)(\d+)(?=/|$)")
 
 

@@ -134,6 +134,10 @@ def test_counts_that_do_not_add_up_are_an_error():
         under("scanned", "recompute*3+keep*2")
 
 
+def test_counts_are_for_the_outer_of_two_stacks():
+    assert_same("nested_scans", under("nested_scans", "recompute*1+keep*1").jaxpr)
+
+
 def test_effects_run_once():
     seen = []
 
