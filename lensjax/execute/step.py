@@ -27,9 +27,10 @@ from lensjax.execute.checks import advice, another, check_alive, check_state, tr
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
+from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
-from lensjax.execute.planning import Options, agreed_plan
+from lensjax.execute.planning import Options, agreed_plan, cluster_for
 from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
@@ -106,7 +107,14 @@ class Step(Planned):
             return self._run(*args, **kwargs)
         except (OtherSignature, ValueError, TypeError, RuntimeError) as e:
             failure = e
+        self._check_memory(self._run, args, kwargs, failure)
         return self._again(args, kwargs, failure)
+
+    def _check_memory(self, executable: Executable, args: Any, kwargs: Any, failure: Exception) -> None:
+        """Raises OutOfMemory, with what is held and what would fit, where that is the failure."""
+        if ran_out(failure):
+            leaves = jax.tree.leaves((args, kwargs))
+            raise told(executable.emitted, cluster_for(self._options.cluster), failure, leaves) from failure
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = flatten_call(self._fn, args, kwargs)
@@ -141,7 +149,11 @@ class Step(Planned):
         executable.prepare(leaves)  # the state is still the user's
         executable.elsewhere.update(i for i, x in enumerate(leaves) if executable.comes_elsewhere(i, x))
         args, kwargs = self._placed(executable, leaves)
-        result = run(executable, args, kwargs)
+        try:
+            result = run(executable, args, kwargs)
+        except RuntimeError as e:
+            self._check_memory(executable, args, kwargs, e)
+            raise
         if executable not in self._ready:
             self._ready.append(executable)
         self._run = executable

@@ -17,10 +17,12 @@ from lensjax._units import size
 from lensjax.cost.pricer import Pricer
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
+from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program
 from lensjax.search.build import NAMES
+from lensjax.search.levels import levels
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -29,6 +31,8 @@ from lensjax.topology.cluster import Cluster
 
 # How often a search is repeated with less memory when the partitioner finds more than the inner model did.
 ROUNDS = 3
+# Plans that do not fit, fastest first, that are tried with recompute and offload.
+RECOMPUTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,7 @@ def choose(
     candidates = price_all(makers, pricer, progress, stop)
     found, proposal = _search(problem, pricer, propose, candidates, progress)
     candidates = sorted([*found, *candidates], key=_rank)
+    candidates = sorted([*candidates, *_with_levels(candidates, pricer, limit, stop)], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -200,8 +205,8 @@ def _content(plan: Plan) -> str:
 
 
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
-    if proposal.bound is None or c.plan is None:
-        return c
+    if proposal.bound is None or c.plan is None or c.plan.layers:
+        return c  # the search's own model does not know recompute
     solution = solution_of(problem, c.plan)
     return dataclasses.replace(c, inner_s=solution.seconds if solution is not None else None)
 
@@ -210,6 +215,23 @@ def _gap(best: Candidate, proposal: Proposal) -> float | None:
     if proposal.bound is None or best.inner_s is None or not 0 < proposal.bound < math.inf:
         return None
     return max(0.0, best.inner_s / proposal.bound - 1)
+
+
+def _with_levels(
+    candidates: Sequence[Candidate], pricer: Pricer, limit: float, stop: Callable[[], bool]
+) -> list[Candidate]:
+    """The fastest plans that do not fit, with levels under which they do; those slower than one that fits are left."""
+    best = min((c.step_s for c in candidates if c.fits(limit)), default=math.inf)
+    large = [c for c in candidates if c.plan is not None and not c.fits(limit) and c.step_s < best]
+    out = []
+    for c in large[:RECOMPUTED]:
+        assert c.plan is not None
+        made = levels(pricer.program, c.plan, pricer.cluster, limit, pricer) if not stop() else None
+        if made is not None:
+            kinds = "+".join(sorted({p.kind for text in made.layers.values() for p in parse(text)} - {"keep"}))
+            name = f"{c.name} with {kinds}"
+            out.append(Candidate(name, dataclasses.replace(made, name=name)))
+    return out
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
@@ -233,15 +255,14 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     plan = nearest.plan
     assert plan is not None and plan.predicted is not None
     over = plan.predicted.peak_bytes - limit
-    parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
+    parts = sorted(((k, v) for k, v in plan.predicted.memory.items() if k != "host"), key=lambda kv: -kv[1])
     parts_held = ", ".join(f"{k} {size(v)}" for k, v in parts if v > 0)
     largest = "\n".join(f"    {path}: {size(held)}" for path, held in largest_leaves(program, plan))
     return DoesNotFit(
         f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
         f"  the largest state tensors per device:\n{largest}",
-        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
-        "layers); "
+        hint="use more devices, or a smaller batch or sequence (recomputing the layers was tried, and is not enough); "
         f'plan="{nearest.name}" runs it all the same',
     )
 
