@@ -8,6 +8,7 @@ best of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from lensjax.plan.grammar import AXES
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.search.build import NAMES
+from lensjax.search.build import NAMES, SEARCHED
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -40,6 +41,11 @@ class Candidate:
     plan: Plan | None
     reason: str = ""
     inner_s: float | None = None
+
+    @property
+    def searched(self) -> bool:
+        """Whether a search proposed it (it is no preset that could be named)."""
+        return self.name.startswith(SEARCHED)
 
     @property
     def step_s(self) -> float:
@@ -174,10 +180,8 @@ def _search(
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}
-        new = price_all(
-            [(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop
-        )
-        new = [dataclasses.replace(c, plan=dataclasses.replace(c.plan, name=c.name)) if c.plan else c for c in new]
+        named = _named(plans, {c.name for c in found})
+        new = price_all([(p.name, lambda p=p: p) for p in named], pricer, progress, problem.stop)
         found += new
         best = min((c.step_s for c in (*found, *presets) if c.fits(problem.memory)), default=math.inf)
         large = [c for c in new if c.plan is not None and not c.fits(problem.memory) and c.step_s < best]
@@ -189,9 +193,15 @@ def _search(
     return found, first
 
 
-def _named(plan: Plan, found: Sequence[Candidate], k: int) -> str:
-    taken = {c.name for c in found}
-    return plan.name if plan.name not in taken else f"{plan.name} #{len(found) + k + 1}"
+def _named(plans: Sequence[Plan], taken: set[str]) -> list[Plan]:
+    """The plans, each with a name of its own."""
+    out = []
+    for plan in plans:
+        number = next(n for n in itertools.count(1) if f"{plan.name}{'' if n == 1 else f' #{n}'}" not in taken)
+        plan = plan.replace(name=plan.name if number == 1 else f"{plan.name} #{number}")
+        taken = {*taken, plan.name}
+        out.append(plan)
+    return out
 
 
 def _content(plan: Plan) -> str:
@@ -241,7 +251,11 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
         f"  the largest state tensors per device:\n{largest}",
         hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
         "layers); "
-        f'plan="{nearest.name}" runs it all the same',
+        + (
+            f"memory={plan.predicted.peak_bytes:.3g} takes {nearest.name} all the same"
+            if nearest.searched
+            else f'plan="{nearest.name}" runs it all the same'
+        ),
     )
 
 

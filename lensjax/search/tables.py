@@ -32,6 +32,11 @@ from lensjax.partition.work import Worker
 from lensjax.program.program import Program
 from lensjax.topology.cluster import Device
 
+# Operands that are less than this part of what a kernel moves say nothing about what it works on.
+SMALL = 0.01
+# Above so many moments it takes less time to look at all of them than to find out which matter.
+MOMENTS = 1000
+
 Dims = tuple[Dimension, ...]
 ACTIVATION, USE, STORED, OTHER = range(4)
 
@@ -71,7 +76,7 @@ class Contraction:
 @dataclasses.dataclass(frozen=True)
 class Tables:
     """Everything the inner model knows of a program on one kind of device. Classes are distinct (kind, dimensions) of
-    values; `dims[c]` and `kind[c]` describe class c, `owner[c]` its group if it is stored.
+    values; `classes[c]` describes class c, `owner[c]` is its group if it is stored, else -1.
 
     regions:   trips of each region; 0 is what is outside of loops.
     kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch;
@@ -85,7 +90,6 @@ class Tables:
 
     values: tuple[Value, ...]
     classes: tuple[tuple[int, Dims], ...]
-    class_of: dict[int, int]
     owner: tuple[int, ...]
     regions: tuple[int, ...]
     kernel_region: np.ndarray
@@ -124,7 +128,6 @@ class _Maker:
         self.signature: dict[tuple, int] = {}
         self.groups = self._groups()
         self.classes: dict[tuple, int] = {}
-        self.class_of: dict[int, int] = {}
         self.owner: list[int] = []
         self.regions: list[int] = [1]
         self.kernels: list[tuple] = []
@@ -200,6 +203,8 @@ class _Maker:
         groups = []
         for g, (name, layer, leaves) in enumerate(self.groups):
             regions = self.read_in.get(g) or [0]
+            if layer is not None:  # what reads a whole stack (its norm) is not the layer
+                regions = [r for r in regions if r] or regions
             wire = self.wire.get(g) or float(np.dtype(self.program.arguments[leaves[0]].dtype).itemsize)
             groups.append(Group(name, layer, tuple(leaves), wire, min(regions), max(regions)))
         invars = body.arguments
@@ -212,7 +217,6 @@ class _Maker:
         return Tables(
             values=tuple(self.values),
             classes=tuple((k[0], k[1] if k[0] != STORED else ()) for k in self.classes),
-            class_of=self.class_of,
             owner=tuple(self.owner),
             regions=tuple(self.regions),
             kernel_region=np.array([k[0] for k in self.kernels], int),
@@ -250,26 +254,20 @@ class _Maker:
             self.contraction(node, region, inside)
 
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
-        worker = Worker(self.values, ())
-        op = worker.operation(node, model, 1)
-        read = sources(node, self.values, model)
+        op = Worker(self.values, ()).operation(node, model, 1)
         computes = multiplies(op) or node.name in ("stablehlo.gather", "stablehlo.scatter")
-        stored = not inside and not computes
-        moved = dict(read)
+        moved = sources(node, self.values, model)
         for v in node.outputs:
             moved[v] = moved.get(v, 0.0) + self.values[v].bytes
         total = sum(moved.values())
         scale = op.bytes / total if total else 0.0
         by_class: dict[int, float] = defaultdict(float)
-        only_stored = stored
         for v, n in moved.items():
-            c = self.classify(v, inside, stored)
-            self.class_of.setdefault(v, c)
-            by_class[c] += n * scale
-            only_stored &= self.owner[c] >= 0
-        if only_stored and by_class:
-            for c, n in by_class.items():
-                self.stored[self.owner[c]] += n
+            # Casts, slices and updates of weights work on what is stored, also inside of loops.
+            by_class[self.classify(v, inside, not computes)] += n * scale
+        owners = {self.owner[c]: n for c, n in by_class.items() if n > SMALL * op.bytes}
+        if not computes and owners and min(owners) >= 0:
+            self.stored[max(owners, key=lambda g: owners[g])] += op.bytes * self.regions[region]
             return
         axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
         if node.name == "stablehlo.dot_general":
@@ -291,13 +289,11 @@ class _Maker:
         operands, pairs, summed = found
         result = node.outputs[0]
         weight = self._is_weight(result, inside)
-        for v in operands:
+        for v in operands if node.name != "stablehlo.reduce" else ():
             if self._is_weight(v, inside):
                 self._note_use(v, region, inside)
         if weight:
             self._note_use(result, region, inside)
-        for v in (*operands, result):
-            self.class_of.setdefault(v, self.classify(v, inside, False))
         self.contractions.append(Contraction(operands, result, pairs, summed, region, weight))
 
     def _is_weight(self, v: int, inside: bool) -> bool:
@@ -336,6 +332,8 @@ def _undominated(alive: np.ndarray) -> np.ndarray:
     """Moments at which some buffer is alive that is not at a moment with as much of everything: only these can be the
     peak, however buffers shrink."""
     _, first = np.unique(alive, axis=0, return_index=True)
+    if len(first) > MOMENTS:
+        return np.sort(first)
     order = first[np.argsort(-alive[first].sum(1), kind="stable")]
     kept: list[int] = []
     for t in order:
