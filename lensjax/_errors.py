@@ -77,6 +77,12 @@ class CaptureWarning(UserWarning):
     """A step closes over an array that is large, or that has changed since the step was traced."""
 
 
+class CodecError(LensjaxError, ValueError):
+    """A codec that does not exist, a parameter that it does not take, or a value that cannot be reduced."""
+
+    code = "codec"
+
+
 class UsageError(LensjaxError, ValueError):
     """A command line that cannot be carried out as written."""
 

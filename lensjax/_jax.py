@@ -106,6 +106,51 @@ def scan_split(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> Any:
+    """A loop, branch or remat with more operands, that are the same in every trip: the first arguments of its `bodies`
+    (of a while loop: of its body, not of its condition)."""
+    params, k, invars = dict(eqn.params), len(operands), list(eqn.invars)
+    name = eqn.primitive.name
+    at = 0
+    if name == "scan":
+        params["jaxpr"] = bodies[0]
+        if "num_consts" in params:  # jax 0.10
+            params["num_consts"] += k
+            params["linear"] = (*(False,) * k, *params["linear"])
+        else:
+            from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
+
+            consts, carry, xs = params["ft_in"].unpack()
+            params["ft_in"] = ft.pack((ft.nones(k + len(consts)), carry, xs))
+    elif name == "while":
+        params["cond_jaxpr"], params["body_jaxpr"] = bodies
+        params["body_nconsts"] += k
+        at = params["cond_nconsts"]
+    elif name == "cond":
+        params["branches"] = tuple(bodies)
+        at = 1
+    else:
+        params["jaxpr"] = bodies[0]
+    return eqn.replace(invars=[*invars[:at], *operands, *invars[at:]], params=params)
+
+
+def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None = None, length: int = 0) -> Any:
+    """A `scan` equation with another body, operands and results. The carry stays as it is; `consts`: the number of
+    constants, `length`: of trips (as before where not given)."""
+    had, carry = scan_split(eqn)
+    consts = had if consts is None else consts
+    changes = {"jaxpr": body, "length": length or eqn.params["length"]}
+    if "num_consts" in eqn.params:  # jax 0.10
+        changes["num_consts"] = consts
+    else:
+        from jax._src import flattree as ft
+
+        scanned, stacked = len(invars) - consts - carry, len(outvars) - carry
+        changes["ft_in"] = ft.pack((ft.nones(consts), ft.nones(carry), ft.nones(scanned)))
+        changes["ft_out"] = ft.pack((ft.nones(carry), ft.nones(stacked)))
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params={**eqn.params, **changes})
+
+
 def user_line(eqn: Any) -> str:
     """`file.py:12` of the user's code that made this equation, or an empty string."""
     from jax._src import source_info_util

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lensjax.cost.heap import Buffer, live, pack
+from lensjax.cost.layout import inner_gather, transposed_stacks
 from lensjax.cost.schedule import Step, steps_of
 from lensjax.partition.data import Body, Partitioned, Value
 from lensjax.partition.fusion import Fusion, fuse
@@ -67,7 +68,8 @@ def workspace_of(device: Device) -> float:
 def temporaries(p: Partitioned, workspace: float = 0.0) -> list[Buffer]:
     """Every temporary buffer with the steps between which it lives, loops written out once in their place."""
     model = fuse(p.body, p.values)
-    outside = {model.buffer(v) for v in p.body.results} | set(p.body.arguments)
+    transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs}
+    outside = {model.buffer(v) for v in p.body.results} - transposed | set(p.body.arguments)
     walk = _Walk(p.values, workspace)
     walk.body(p.body, outside, 0)
     return walk.buffers
@@ -84,13 +86,14 @@ class _Walk:
     def body(self, body: Body, outside: set[int], depth: int) -> None:
         """`outside`: values whose memory is accounted for elsewhere."""
         model = fuse(body, self.values)
-        steps = steps_of(body, model, self.values)
+        steps = steps_of(body, model, self.values, depth > 0)
         last = _last_reads(steps, body, model)
-        shared = outside | self.carried(body, steps, last, model)
+        shared = outside | (self.carried(body, steps, last, model) if depth else set())
         ends: list[int] = []
         born: dict[int, tuple[int, str]] = {}  # value that owns a buffer -> when, what for
         until: dict[int, int] = {}  # and the position of the last step that reads it
         owner: dict[int, int] = {}
+        copies: dict[int, tuple[int, int]] = {}  # argument -> the steps between which its transposed copy lives
         for position, step in enumerate(steps):
             self.clock += 1
             start = self.clock
@@ -108,10 +111,15 @@ class _Walk:
                 self.buffers.append(Buffer(start, start, self.workspace, "temporaries", depth))
             for inner in step.node.bodies:
                 self.body(inner, set(inner.arguments), depth + 1)
+            if step.node.bodies and not depth:
+                for v in transposed_stacks(step.node, self.values) & set(body.arguments):
+                    copies[v] = (copies.get(v, (start, 0))[0], self.clock)
             ends.append(self.clock)
         for v, (start, kind) in born.items():
             end = ends[until[v]] if until[v] < len(ends) else self.clock
             self.buffers.append(Buffer(start, end, self.values[v].bytes, kind, depth, v))
+        for v, (start, end) in copies.items():
+            self.buffers.append(Buffer(start, end, self.values[v].bytes, "temporaries", depth, v))
 
     def carried(self, body: Body, steps: list[Step], last: Mapping[int, int], model: Fusion) -> set[int]:
         """Values of a loop body that are written over the carried value that they replace: nobody reads it any more."""

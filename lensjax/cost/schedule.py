@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lensjax.cost.communication import COMBINE
 from lensjax.partition.data import Body, Node, Value
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, captured, sources
-from lensjax.partition.simplify import COLLECTIVES, payload
+from lensjax.partition.simplify import COLLECTIVES
 
 # Operations whose result never takes the place of an operand; every other one may when sizes are equal and nobody reads
 # the operand afterwards (XLA's buffer assignment, CanShareOperandBufferWithUser).
@@ -23,24 +23,26 @@ _COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A node that makes buffers: what it writes, what it reads through the chain fused into it, its own operands."""
+    """A node that makes buffers: what it writes, what it reads through the chain fused into it, its own operands;
+    `apart`: it never writes over an operand."""
 
     node: Node
     writes: tuple[int, ...]
     reads: frozenset[int]
     direct: tuple[int, ...]
+    apart: bool = False
 
     def may_overwrite(self, value: int) -> bool:
         """Whether a result may be written over this operand."""
         if self.node.name in _UPDATES:
             return bool(self.direct) and self.direct[0] == value
-        return self.node.name not in _APART
+        return not self.apart and self.node.name not in _APART
 
 
-def steps_of(body: Body, model: Fusion, values: Sequence[Value]) -> list[Step]:
-    """A body's steps in the order in which XLA would run them."""
+def steps_of(body: Body, model: Fusion, values: Sequence[Value], looped: bool = False) -> list[Step]:
+    """A body's steps in the order in which XLA would run them; `looped`: the body is a loop's."""
     steps = [_step(n, model, values) for n in body.nodes if _matters(n, model)]
-    return _sink(_combine(steps, values), values)
+    return _sink(_combine(steps, values), values, looped)
 
 
 def _matters(node: Node, model: Fusion) -> bool:
@@ -53,7 +55,8 @@ def _step(node: Node, model: Fusion, values: Sequence[Value]) -> Step:
     reads = set(sources(node, values, model))
     for inner in node.bodies:
         reads |= {model.buffer(v) for v in captured(inner)}
-    return Step(node, node.outputs, frozenset(reads), tuple(model.buffer(v) for v in node.inputs))
+    direct = tuple(model.buffer(v) for v in node.inputs)
+    return Step(node, node.outputs, frozenset(reads), direct, apart=not model.rows.isdisjoint(node.outputs))
 
 
 def _combine(steps: list[Step], values: Sequence[Value]) -> list[Step]:
@@ -70,7 +73,7 @@ def _combine(steps: list[Step], values: Sequence[Value]) -> list[Step]:
         if step.node.name not in _COMBINED:
             continue
         key = (step.node.name, step.node.axes, values[step.writes[0]].dtype, depth[i])
-        bytes_ = payload(step.node, values)
+        bytes_ = sum(values[v].bytes for v in step.writes)  # XLA's limit is on what the calls return
         if key not in bundle or size[bundle[key]] + bytes_ > COMBINE:
             bundle[key] = i
         merged[i] = bundle[key]
@@ -105,13 +108,17 @@ def _in_order(steps: list[Step], merged: dict[int, int], made: dict[int, int]) -
     return order
 
 
-def _sink(steps: list[Step], values: Sequence[Value]) -> list[Step]:
-    """The steps with each as late as its first reader allows, where that frees more than it keeps alive.
+def _sink(steps: list[Step], values: Sequence[Value], looped: bool) -> list[Step]:
+    """The steps with each as late as its first reader allows, where that frees more than it keeps alive, or where a
+    loop lies between.
 
     A stand-in for XLA's memory-aware list scheduler (xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc): programs
-    gather the weights of a layer first, the compiler gathers them where they are used.
+    gather the weights of a layer first, the compiler gathers them where they are used. Its latency-hiding scheduler
+    (xla/service/latency_hiding_scheduler.cc) then goes backward from the end: what only the end reads, the gradient of
+    an output layer above all, is not made before the loop over the layers has run, and its operands wait.
     """
     time = [float(i) for i in range(len(steps))]
+    loops = [i for i, step in enumerate(steps) if step.node.name == "stablehlo.while"]
     readers: dict[int, list[int]] = defaultdict(list)
     for i, step in enumerate(steps):
         for value in step.reads:
@@ -121,10 +128,13 @@ def _sink(steps: list[Step], values: Sequence[Value]) -> list[Step]:
         users = [time[u] for v in step.writes for u in readers[v]]
         if not users or min(users) <= i + 1 or step.node.bodies:
             continue
+        if after := [w for w in loops if i < w < min(users)]:
+            time[i] = after[-1] + 0.25 + 1e-6 * i
+            continue
         target = min(users) - 0.5
         kept = sum(
             values[v].bytes for v in step.reads if max((time[u] for u in readers[v] if u != i), default=-1.0) < target
         )
-        if kept < sum(values[v].bytes for v in step.writes):
+        if looped or kept < sum(values[v].bytes for v in step.writes):
             time[i] = target - 1e-6 * (len(steps) - i)
     return [steps[i] for i in sorted(range(len(steps)), key=lambda i: time[i])]

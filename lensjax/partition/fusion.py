@@ -41,13 +41,15 @@ SLICING = frozenset(["stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.ga
 class Fusion:
     """Where values of a body live: `root` follows aliases, `stored` are roots with a buffer, `maker` their node,
     `users` the positions of the nodes that read them. `generated` values come from constants alone: whoever can fuse
-    them makes them again, so only an operation that needs a buffer reads one."""
+    them makes them again, so only an operation that needs a buffer reads one. `rows`: values that come out of a kernel
+    over whole rows (see `_row_kernels`)."""
 
     root: dict[int, int]
     stored: frozenset[int]
     maker: dict[int, Node]
     users: dict[int, list[int]]
     generated: frozenset[int]
+    rows: frozenset[int] = frozenset()
 
     def buffer(self, value: int) -> int:
         return self.root.get(value, value)
@@ -72,10 +74,11 @@ def fuse(body: Body, values: Sequence[Value]) -> Fusion:
             users[value].append(position)
         if node.name in KERNELS:
             needed.update(inputs[:1] if node.name == "stablehlo.dynamic_update_slice" else inputs)
-        needed.update(inside)
+        needed.update(inside - generated)  # XLA sinks what constants make into the loop that reads it
     stored = {v for v in maker if _is_stored(v, maker, needed, users)}
     model = Fusion(root, frozenset(stored), maker, users, frozenset(generated))
-    return dataclasses.replace(model, stored=frozenset(stored | _worth_storing(body, values, model)))
+    model = dataclasses.replace(model, stored=model.stored | _worth_storing(body, values, model))
+    return dataclasses.replace(model, rows=_row_kernels(values, model))
 
 
 def _roots(body: Body, values: Sequence[Value]) -> tuple[dict[int, int], dict[int, Node], set[int]]:
@@ -117,6 +120,25 @@ def _is_stored(value: int, maker: dict[int, Node], needed: set[int], users: dict
     if node.name in FREE:
         return False
     return value in needed or node.name in KERNELS or (node.name == "stablehlo.reduce" and bool(users[value]))
+
+
+def _row_kernels(values: Sequence[Value], model: Fusion) -> frozenset[int]:
+    """Stored values made from whole rows and from sums over the same rows: a softmax, a norm, their backward.
+
+    XLA makes each in one kernel that is tiled by rows (xla/service/gpu/transforms/softmax_rewriter_triton.cc), which
+    reads a row again after its sum is known, and so never writes over what it reads.
+    """
+    found = set()
+    for value in model.stored:
+        node = model.maker[value]
+        if node.name in KERNELS or node.name == "stablehlo.reduce":
+            continue
+        read = sources(node, values, model)
+        rows = {v for v in read if values[v].size >= values[value].size}
+        sums = [v for v in read if v in model.maker and model.maker[v].name == "stablehlo.reduce"]
+        if any(rows & set(sources(model.maker[v], values, model)) for v in sums):
+            found.add(value)
+    return frozenset(found)
 
 
 def _worth_storing(body: Body, values: Sequence[Value], model: Fusion) -> set[int]:

@@ -15,10 +15,12 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
+from lensjax.passes.micro import micro
 from lensjax.passes.pin import pin
+from lensjax.passes.recompute import recompute
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
-from lensjax.plan.plan import Plan
+from lensjax.plan.plan import Micro, Plan
 from lensjax.program.program import Program
 
 
@@ -49,7 +51,11 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
 def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
     """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    pinned = pin(on_mesh(program, plan, mesh), plan, mesh, shardings)
+    if plan.micro != Micro():
+        run = micro(program, plan, mesh, shardings)
+    else:
+        kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
+        run = jcore.jaxpr_as_fun(_jax.close(pin(kept, plan, mesh, shardings).jaxpr))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
@@ -57,7 +63,7 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
         program=program,
         plan=plan,
         mesh=mesh,
-        run=jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr)),
+        run=run,
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,

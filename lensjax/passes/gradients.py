@@ -37,6 +37,25 @@ def gradient_pins(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spe
     return pins
 
 
+def gradient_inputs(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spec]:
+    """{argument variable: spec} of the arguments that the result variables in `starts` are made of element by element,
+    as `gradient_pins` follows them: where gradients come in from outside, in which spec they are needed."""
+    index = _Index(program.jaxpr)
+    top = set(_jax.open_jaxpr(program.jaxpr).invars)
+    found: dict[Any, Spec] = {}
+    seen: set[tuple[Any, Spec]] = set()
+    todo = [(v, s) for v, s in starts.items() if is_var(v)]
+    while todo:
+        var, spec = todo.pop()
+        if (var, spec) in seen:
+            continue
+        seen.add((var, spec))
+        if var in top and len(spec) == len(shape_of(var)):
+            found.setdefault(var, spec)
+        todo.extend((a, s) for a, s in index.back(var, spec)[1] if is_var(a))
+    return found
+
+
 class _Index:
     """Where every variable of a program comes from."""
 
@@ -81,6 +100,8 @@ class _Index:
                 source[d] = s
             return False, [(eqn.invars[0], tuple(source))]
         same = [a for a in eqn.invars if is_var(a) and shape_of(a) == shape_of(var)]
+        if name == "concatenate" and not spec[eqn.params["dimension"]]:
+            return False, [(a, spec) for a in eqn.invars]
         if name == "optimization_barrier":
             return False, [(eqn.invars[i], spec)]
         if name in ELEMENTWISE and same:

@@ -14,6 +14,7 @@ Values keep their numbers: a constraint is the identity.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
@@ -32,6 +34,8 @@ from lensjax.program.program import Program
 
 _PINNED = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather"})
 _VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
+# Names of equations that run in the backward: transposed ones, and those that the recompute pass made again.
+_BACKWARD = ("transpose(", AGAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +52,21 @@ def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings) -> Program:
+def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None) -> Program:
     """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
-    `shardings`: what the plan resolves to."""
+    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings).top())
+    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings, share).top())
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The program of a share, of which there is one along each of the mesh axes `axes`: the batch inside it is not
+    split over them. `results`: {result index: spec of a partial gradient}."""
+
+    axes: tuple[str, ...]
+    results: Mapping[int, Spec]
 
 
 def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -74,14 +87,17 @@ def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str
 
 
 class _Pinner:
-    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings):
+    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
-        self.axes = batch_axes(plan)
-        self.rules = activation_rules(program, plan)
+        outside = share.axes if share is not None else ()
+        self.gathered = batch_axes(plan)
+        self.axes = tuple(a for a in self.gathered if a not in outside)
+        rules = activation_rules(program, plan)
+        self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
-        self.results = self._final_specs(inner)
+        self.results = self._final_specs(inner) if share is None else dict(share.results)
         self.grads = gradient_pins(program, {inner.outvars[r]: s for r, s in self.results.items()})
 
     def _final_specs(self, inner: Any) -> dict[int, Spec]:
@@ -124,7 +140,7 @@ class _Pinner:
     def _use(self, v: Any, spec: Spec) -> Spec:
         """The spec in which matmuls read a weight: whole along the mesh axes that split the batch or only its sequence,
         except where a rule splits the weight's own axis over them (experts), and still split along the others."""
-        gathered = {*self.axes, *self._sequence_axes()}
+        gathered = {*self.gathered, *self._sequence_axes()}
         by_rule = {(axis, m) for axis, mesh in self.rules if axis not in self.batch_ids for m in mesh}
         majors = [self.program.logical.major(v, d) if self.rules else None for d in range(len(spec))]
         return tuple(
@@ -217,7 +233,8 @@ class _Pinner:
         ins = b.read_all(eqn.invars)
         if not held or not self._computes(eqn):
             return ins
-        if eqn.primitive.name in _VIEWS and not touches(eqn, lambda v: v in self.batch.dims):
+        layers = eqn.primitive.name == "slice" and not weights[eqn.invars[0]].spec[0]  # a part of a stack of layers
+        if (eqn.primitive.name in _VIEWS or layers) and not touches(eqn, lambda v: v in self.batch.dims):
             weights[eqn.outvars[0]] = self._view(eqn, weights[eqn.invars[0]])
             return ins
         inside = eqn.primitive.name in ("scan", "remat2", "checkpoint")
@@ -252,7 +269,8 @@ class _Pinner:
         var = eqn.invars[i]
         phase = ""
         if weight.gather == "again":
-            phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
+            name = str(eqn.source_info.name_stack)
+            phase = "backward" if any(mark in name for mark in _BACKWARD) else "forward"
         narrow = read_as(eqn, i)
         key = (var, phase, narrow)
         if key not in gathered:

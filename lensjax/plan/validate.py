@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lensjax._errors import PlanError
-from lensjax.plan.plan import MeshPlan, Micro, Plan, Reduce, Rules
+from lensjax.plan.levels import parse
+from lensjax.plan.plan import MeshPlan, Plan, Reduce, Rules
 
 GATHER = ("once", "again")
 
@@ -59,12 +60,12 @@ def _check_mesh(mesh: MeshPlan) -> None:
 
 def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
     """Fields for what no pass carries out yet hold their defaults."""
-    if plan.layers:
-        layer, level = next(iter(plan.layers.items()))
-        raise _not_yet(f"layers.{layer}", level, "write jax.checkpoint around the layer in the step")
-    if plan.micro != Micro():
-        name = "count" if plan.micro.count != 1 else "share"
-        raise _not_yet(f"micro.{name}", getattr(plan.micro, name), "the whole batch goes through at once: count 1")
+    for layer, level in plan.layers.items():
+        parse(level, f"layers.{layer}")
+    for name in ("count", "share"):
+        value = getattr(plan.micro, name)
+        if value is not None and value < 1:
+            raise PlanError(f"field 'micro.{name}' is {value}; expected 1 or more")
     for tier, reduce in plan.reduce.items():
         if tiers is not None and tier not in tiers:
             raise PlanError(f"field 'reduce.{tier}' names no tier of the cluster", hint=f"tiers: {', '.join(tiers)}")

@@ -24,7 +24,8 @@ class Batch:
     """The batch of a step.
 
     `size`: N; `axes`: {argument index: dimension}; `dims`: {variable: dimensions whose size depends on N}, at every
-    depth; `small`: the size of the second trace; `reason`: why there is none, and where `dims` come from then.
+    depth; `small`: the size of the second trace; `reason`: why there is none, and where `dims` come from then;
+    `second`: the program of the second trace, equation by equation the same.
     """
 
     size: int
@@ -32,6 +33,7 @@ class Batch:
     dims: dict[Any, tuple[int, ...]]
     small: int | None = None
     reason: str = ""
+    second: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def plain(self, var: Any) -> tuple[int, ...]:
         """Dimensions of `var` that are exactly the batch (not merged with another dimension)."""
@@ -163,7 +165,7 @@ def _attempt(fn: Callable, traced: Traced, axes: dict[int, int], size: int) -> B
         raise _Mismatch(str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
     dims: dict[Any, tuple[int, ...]] = {}
     _compare(_jax.open_jaxpr(traced.jaxpr), _jax.open_jaxpr(other.jaxpr), dims)
-    return Batch(size, dict(axes), dims, small)
+    return Batch(size, dict(axes), dims, small, second=other.jaxpr)
 
 
 def _compare(a: Any, b: Any, dims: dict[Any, tuple[int, ...]]) -> None:

@@ -26,6 +26,7 @@ from lensjax.program.flow import compute_arguments, dependencies
 from lensjax.program.layers import Layer, find_layers, scanned_leading
 from lensjax.program.logical import Logical, logical_axes
 from lensjax.program.roles import Argument, Matches, added_to, is_key, match_state, raw_keys, tie
+from lensjax.program.status import Split, analyze_status
 from lensjax.program.trace import Call, Traced, abstract, trace
 
 
@@ -62,6 +63,12 @@ class Program:
         """The logical axes of every value (found when first asked for: it takes about as long as one trace)."""
         batch = {i: a.batch_axis for i, a in enumerate(self.arguments) if a.batch_axis is not None}
         return logical_axes(self.jaxpr, [a.path for a in self.arguments], batch, self.parameters)
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """How the step splits along its batch: over nodes, over micro-batches, or why not (found when first asked
+        for)."""
+        return analyze_status(self.jaxpr, self.batch)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -163,6 +163,7 @@ def test_donated_arguments_are_known():
 
 
 def test_lines_of_collectives():
+    jax.clear_caches()  # the slices of a scan come from functions that JAX traces once, with their first caller's line
     p = partition(lowered(CONFIG, Rules(abstract_mesh(d=8), fsdp("d"), P("d"), gather=True), P("d")))
     known = [c for c in p.collectives if "decoder.py:" in c.source]
     assert len(known) >= 0.95 * len(p.collectives)
