@@ -10,6 +10,7 @@ the cases where little is left).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,17 @@ class Laid:
     kernels: np.ndarray
     weights: np.ndarray
     sent: tuple[Sent, ...]
+
+    @functools.cached_property
+    def calls(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray], ...]:
+        """What is sent, by kind: (op, axes, split, bytes, trips, regions), the last three as arrays."""
+        kinds: dict[tuple, list[Sent]] = {}
+        for s in self.sent:
+            kinds.setdefault((s.op, s.axes, s.split), []).append(s)
+        return tuple(
+            (*kind, *(np.array([getattr(s, name) for s in members]) for name in ("bytes", "trips", "region")))
+            for kind, members in kinds.items()
+        )
 
 
 def lay(t: Tables, pattern: Pattern) -> Laid:
