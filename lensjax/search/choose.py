@@ -176,7 +176,7 @@ def _search(
         try:
             proposal = propose(dataclasses.replace(problem, memory=allowed) if round_ else problem)
         except (PlanError, PartitionError) as e:
-            return [Candidate("search", None, e.message)], first
+            return [Candidate(f"{SEARCHED}plans", None, e.message)], first
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}

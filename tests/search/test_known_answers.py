@@ -16,8 +16,8 @@ def eight():
 
 
 def test_a_node_of_eight_takes_fsdp_alone_for_an_8b(eight):
-    """Gathering 16 GB of weights over NVLink hides behind the matmuls of two sequences a device; tensor parallelism would
-    stand in the way of each of them, and the state of plain data parallelism does not fit."""
+    """Gathering 16 GB of weights over NVLink hides behind the matmuls of two sequences a device; tensor parallelism
+    would stand in the way of each of them, and the state of plain data parallelism does not fit."""
     assert {a.name for a in eight.plan.mesh.axes} == {"fsdp"}
     assert eight.plan.rules.activations == {"batch": ("fsdp",)}
 
