@@ -46,8 +46,8 @@ class Pricer:
     def partitioned(self, plan: Plan) -> Partitioned:
         """What each device holds, computes and sends under a plan."""
         emitted = emit(self.program, plan, abstract_mesh(plan))
-        if any(e.primitive.name == "shard_map" for e in all_equations(self.program.jaxpr)):
-            return partition(lower(emitted, "cpu"))  # its mesh is part of the program
+        if emitted.pinned is None or any(e.primitive.name == "shard_map" for e in all_equations(self.program.jaxpr)):
+            return partition(lower(emitted, "cpu"))  # a loop over shares; or its mesh is part of the program
         marked = _Marked(emitted)
         if marked.structure not in self._templates:
             source = template(lower(marked.emitted, "cpu"))
@@ -112,7 +112,15 @@ class _Marked:
         for eqn in _jax.open_jaxpr(jaxpr).eqns:
             name = eqn.primitive.name
             atoms = tuple(self._named(a) if is_var(a) else str(a) for a in eqn.invars)
-            self._facts.append((name, atoms, tuple(str(v.aval) for v in eqn.outvars), str(eqn.params.get("new_dtype"))))
+            self._facts.append(
+                (
+                    name,
+                    atoms,
+                    tuple(str(v.aval) for v in eqn.outvars),
+                    str(eqn.params.get("new_dtype")),
+                    eqn.params.get("length"),
+                )
+            )
             if name == "sharding_constraint":
                 mark = len(self.specs)
                 self.specs[mark] = _entries(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))

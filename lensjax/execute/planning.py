@@ -13,6 +13,7 @@ from lensjax import __version__, _jax
 from lensjax._errors import PlanError
 from lensjax.cost.price import price
 from lensjax.execute.options import check
+from lensjax.execute.processes import agree, described, plan_hash, shared_plan
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
@@ -68,6 +69,38 @@ def provenance(program: Program, cluster: Cluster) -> Provenance:
         x64=x64,
         prng=prng,
     )
+
+
+def agreed_plan(program: Program, options: Options, name: str) -> Choice:
+    """As `make_plan` for the options' cluster; in a run of several processes made once, by process 0, and only when all
+    have the same program and options. Raises ProcessError on every process where they differ."""
+    cluster = cluster_for(options.cluster)
+    if _jax.coordination() is None:
+        return make_plan(program, cluster, options)
+    agree(
+        f"plan {name}",
+        {
+            "release of lensjax": __version__,
+            "release of jax": jax.__version__,
+            "settings of JAX": _jax.numerics(),
+            "cluster": cluster.name,
+            "memory limit": options.memory,
+            "plan that was given": described(options.plan),
+            "pins": options.pins,
+            "size of the batch": program.batch.size,
+            "program of the step": program.fingerprint,
+        },
+    )
+    if options.plan is not None:
+        choice = make_plan(program, cluster, options)
+    else:
+        limit = options.memory if options.memory is not None else cluster.device.memory
+        choice = shared_plan(
+            lambda: make_plan(program, cluster, options),
+            lambda plan: Choice(plan, (Candidate(plan.name, plan),), limit),
+        )
+    agree(f"run {name}", {"plan": f"{choice.plan.name} ({plan_hash(choice.plan)})"})
+    return choice
 
 
 def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:

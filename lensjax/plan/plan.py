@@ -69,10 +69,12 @@ class Micro:
 @dataclasses.dataclass(frozen=True)
 class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
-    compiler's)."""
+    compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
+    then reduced at once (a codec implies it); without it the compiler reduces where it likes."""
 
     codec: str = "exact"
     bucket: int | None = None
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +156,13 @@ class Plan:
 
     def save(self, path: str | pathlib.Path) -> None:
         pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def export(self, form: str) -> str:
+        """The plan for a world without lensjax, as the text of a file: "python" (PartitionSpecs), "flax-rules" or
+        "json". `train_step.export` also writes the step's constraints and the step. Raises PlanError."""
+        from lensjax.plan.export import write
+
+        return write(self, form)
 
     @staticmethod
     def from_dict(data: Any) -> Plan:

@@ -76,22 +76,30 @@ def match_state(traced: Traced, deps: dict[Any, int], batch: Collection[int] = (
     for prefix, members in _subtrees([p.split("/") if p else [] for p in traced.out_paths]).items():
         signature = _signature(prefix, members, traced.out_paths, inner.outvars)
         by_signature.setdefault(signature, []).append(tuple(members))
-    score = _Score(traced, deps)
-    pairs = []
+    by_size: dict[int, list[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]]]] = {}
     for prefix, members in _subtrees([p.split("/") for p in paths]).items():
         if any(i >= n or i in batch for i in members):
             continue
-        for outs in by_signature.get(_signature(prefix, members, paths, inner.invars), ()):
-            if (found := score.of(members, outs)) is not None:
-                pairs.append((-len(members), tuple(-x for x in found), len(prefix), tuple(members), outs))
+        if outs := by_signature.get(_signature(prefix, members, paths, inner.invars)):
+            by_size.setdefault(len(members), []).append((len(prefix), tuple(members), tuple(outs)))
+    score = _Score(traced, deps)
     own, alike = {}, {}
     used: set[int] = set()
     for into, wanted in ((own, True), (alike, False)):
-        for _, found, _, members, outs in sorted(pairs):
-            fits = (found[1] < 0) == wanted
-            if fits and not used & set(outs) and not any(i in own or i in alike for i in members):
-                into.update(zip(members, outs))
-                used.update(outs)
+        # Only what larger subtrees left over is scored: in a deep model many small subtrees look the same.
+        for size in sorted(by_size, reverse=True):
+            pairs = []
+            for depth, members, results in by_size[size]:
+                if any(i in own or i in alike for i in members):
+                    continue
+                for outs in results:
+                    found = None if used.intersection(outs) else score.of(members, outs)
+                    if found is not None and (found[1] > 0) == wanted:
+                        pairs.append((tuple(-x for x in found), depth, members, outs))
+            for _, _, members, outs in sorted(pairs):
+                if not used.intersection(outs) and not any(i in own or i in alike for i in members):
+                    into.update(zip(members, outs))
+                    used.update(outs)
     kept = frozenset(i for i, o in own.items() if score.keeps(i, o))
     return Matches(own, alike, kept)
 
@@ -161,9 +169,14 @@ def added_to(traced: Traced, matches: Matches, deps: dict[Any, int]) -> set[int]
     """State that an update is added to and that no other state reads: parameters that no computation needs (those of a
     linear model do not stand in their own gradient)."""
     inner = _jax.open_jaxpr(traced.jaxpr)
+    once = twice = 0  # arguments that at least one, at least two next values depend on
+    for o in matches.state.values():
+        d = _dep(inner.outvars[o], deps)
+        once, twice = once | d, twice | once & d
     found = set()
     for i in matches.replaced:
-        alone = not any(_dep(inner.outvars[o], deps) >> i & 1 for j, o in matches.state.items() if j != i)
+        mine = _dep(inner.outvars[matches.state[i]], deps) >> i & 1
+        alone = not (twice >> i & 1 or (once >> i & 1 and not mine))
         changed = inner.outvars[matches.state[i]] is not inner.invars[i]
         if alone and changed and inner.invars[i].aval.shape:
             found.add(i)
@@ -185,7 +198,7 @@ def raw_keys(traced: Traced) -> set[int]:
     }
 
 
-def tie(traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: dict[Any, int]) -> dict[int, int]:
+def tie(traced: Traced, state: dict[int, int], parameters: Collection[int], deps: dict[Any, int]) -> dict[int, int]:
     """{state index: parameter index} for state that belongs to one parameter: same shape, and it flows into that
     parameter's new value (moments) or that parameter flows into it (averages). Between several, the one whose path ends
     most alike (optimizers keep the parameters' tree inside their own)."""
@@ -193,16 +206,19 @@ def tie(traced: Traced, state: dict[int, int], parameters: Sequence[int], deps: 
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for p in parameters:
         by_shape.setdefault(tuple(inner.invars[p].aval.shape), []).append(p)
+    next_ = {p: _dep(inner.outvars[state[p]], deps) if p in state else 0 for p in parameters}
+    parameters = set(parameters)
     ties = {}
     for i, out in state.items():
         aval = inner.invars[i].aval
         if i in parameters or not aval.shape or not jnp.issubdtype(aval.dtype, jnp.inexact):
             continue
         same = by_shape.get(tuple(aval.shape), [])
-        into = [p for p in same if p in state and _dep(inner.outvars[state[p]], deps) >> i & 1]
-        from_ = [p for p in same if _dep(inner.outvars[out], deps) >> p & 1]
+        into = [p for p in same if next_[p] >> i & 1]
+        mine = _dep(inner.outvars[out], deps)
+        related = into or [p for p in same if mine >> p & 1]
         scored = sorted(
-            ((_common_suffix(traced.call.paths[i], traced.call.paths[p]), -p) for p in (into or from_)), reverse=True
+            ((_common_suffix(traced.call.paths[i], traced.call.paths[p]), -p) for p in related), reverse=True
         )
         if not scored:
             continue
