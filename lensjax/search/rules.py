@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lensjax.search.tables import STORED, Contraction, Dims, Tables
+from lensjax.search.sums import Contraction, Dims
+from lensjax.search.tables import STORED, Tables
 
 Rule = tuple[int, tuple[int, ...]]
 
@@ -130,9 +131,8 @@ class Layout:
             for m, f in own.items():
                 if f is not None and at.get(m) == f:
                     continue
-                moved.setdefault(
-                    "all_to_all" if at.get(m) in present and at.get(m) is not None else "all_gather", []
-                ).append(m)
+                exchanged = m in at and (at[m] in present or c.passes)
+                moved.setdefault("all_to_all" if exchanged else "all_gather", []).append(m)
             for op, axes in moved.items():
                 rest = [m for m in own if m not in axes] if op == "all_gather" else list(own)
                 out.append(self.event(op, axes, rest, v, c.region, (v,)))
