@@ -228,12 +228,12 @@ class _Maker:
                     self.body(inner, len(self.regions) - 1)
                 continue
             self.passing(node, region)
+            self.contraction(node, region, inside)
             if node.name in ALIASES or node.name in FREE:
                 continue
             if node.outputs and not any(v in model.stored for v in node.outputs):
                 continue
             self.kernel(node, model, region, inside)
-            self.contraction(node, region, inside)
 
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
         op = Worker(self.values, ()).operation(node, model, 1)
