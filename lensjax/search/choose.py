@@ -174,7 +174,7 @@ def _search(
         if progress is not None:
             progress("searching")
         try:
-            proposal = propose(dataclasses.replace(problem, memory=allowed) if round_ else problem)
+            proposal = propose(problem.with_memory(allowed) if round_ else problem)
         except (PlanError, PartitionError) as e:
             return [Candidate(f"{SEARCHED}plans", None, e.message)], first
         first = proposal if not round_ else first
