@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lensjax.search.inner import EXPOSED, Case
 
@@ -60,6 +59,8 @@ def _solution(case: Case, chosen: list[int]) -> Solution:
 
 
 def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, and often not needed
+
     counts = [len(o) for o in case.options]
     flat = [o for options in case.options for o in options]
     regions, n = len(case.kernels), len(flat)
