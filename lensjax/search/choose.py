@@ -176,7 +176,10 @@ def _search(
         try:
             proposal = propose(problem.with_memory(allowed) if round_ else problem)
         except (PlanError, PartitionError) as e:
-            return [Candidate(f"{SEARCHED}plans", None, e.message)], first
+            return [*found, Candidate(f"{SEARCHED}plans", None, e.message)], first
+        except Exception as e:  # a strategy's fault must not take the presets away; the report shows it
+            why = f"the search failed on this step: {type(e).__name__}: {e}"
+            return [*found, Candidate(f"{SEARCHED}plans", None, why)], first
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}
@@ -211,7 +214,10 @@ def _content(plan: Plan) -> str:
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
     if proposal.bound is None or c.plan is None:
         return c
-    solution = solution_of(problem, c.plan)
+    try:
+        solution = solution_of(problem, c.plan)
+    except PlanError:
+        return c
     return dataclasses.replace(c, inner_s=solution.seconds if solution is not None else None)
 
 
