@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lensjax import Cluster
@@ -16,6 +16,7 @@ from lensjax.search.storage import parts, storages
 from tests.search.families import family
 
 
+@settings(deadline=None)
 @given(st.integers(1, 256), st.integers(1, 4))
 def test_factorings_are_all_ordered_products(n, count):
     found = list(factorings(n, count))
@@ -26,6 +27,7 @@ def test_factorings_are_all_ordered_products(n, count):
         assert len(found) == sum(n % d == 0 for d in range(2, n // 2 + 1))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_groups_of_a_lie_are_those_of_the_mesh(sizes, data):
     axes = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
