@@ -8,6 +8,7 @@ best of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program
-from lensjax.search.build import NAMES
+from lensjax.search.build import NAMES, SEARCHED
 from lensjax.search.levels import levels
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
@@ -45,6 +46,11 @@ class Candidate:
     reason: str = ""
     inner_s: float | None = None
     judged: Predicted | None = None
+
+    @property
+    def searched(self) -> bool:
+        """Whether a search proposed it (it is no preset that could be named)."""
+        return self.name.startswith(SEARCHED)
 
     @property
     def step_s(self) -> float:
@@ -174,16 +180,17 @@ def _search(
         if progress is not None:
             progress("searching")
         try:
-            proposal = propose(dataclasses.replace(problem, memory=allowed) if round_ else problem)
+            proposal = propose(problem.with_memory(allowed) if round_ else problem)
         except (PlanError, PartitionError) as e:
-            return [Candidate("search", None, e.message)], first
+            return [*found, Candidate(f"{SEARCHED}plans", None, e.message)], first
+        except Exception as e:  # a strategy's fault must not take the presets away; the report shows it
+            why = f"the search failed on this step: {type(e).__name__}: {e}"
+            return [*found, Candidate(f"{SEARCHED}plans", None, why)], first
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}
-        new = price_all(
-            [(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop
-        )
-        new = [dataclasses.replace(c, plan=dataclasses.replace(c.plan, name=c.name)) if c.plan else c for c in new]
+        named = _named(plans, {c.name for c in found})
+        new = price_all([(p.name, lambda p=p: p) for p in named], pricer, progress, problem.stop)
         found += new
         best = min((c.step_s for c in (*found, *presets) if c.fits(problem.memory)), default=math.inf)
         large = [c for c in new if c.plan is not None and not c.fits(problem.memory) and c.step_s < best]
@@ -195,9 +202,15 @@ def _search(
     return found, first
 
 
-def _named(plan: Plan, found: Sequence[Candidate], k: int) -> str:
-    taken = {c.name for c in found}
-    return plan.name if plan.name not in taken else f"{plan.name} #{len(found) + k + 1}"
+def _named(plans: Sequence[Plan], taken: set[str]) -> list[Plan]:
+    """The plans, each with a name of its own."""
+    out = []
+    for plan in plans:
+        number = next(n for n in itertools.count(1) if f"{plan.name}{'' if n == 1 else f' #{n}'}" not in taken)
+        plan = plan.replace(name=plan.name if number == 1 else f"{plan.name} #{number}")
+        taken = {*taken, plan.name}
+        out.append(plan)
+    return out
 
 
 def _content(plan: Plan) -> str:
@@ -207,7 +220,10 @@ def _content(plan: Plan) -> str:
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
     if proposal.bound is None or c.plan is None or c.plan.layers:
         return c  # the search's own model does not know recompute
-    solution = solution_of(problem, c.plan)
+    try:
+        solution = solution_of(problem, c.plan)
+    except PlanError:
+        return c
     return dataclasses.replace(c, inner_s=solution.seconds if solution is not None else None)
 
 
@@ -263,7 +279,11 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
         f"  the largest state tensors per device:\n{largest}",
         hint="use more devices, or a smaller batch or sequence (recomputing the layers was tried, and is not enough); "
-        f'plan="{nearest.name}" runs it all the same',
+        + (
+            f"memory={plan.predicted.peak_bytes:.3g} takes {nearest.name} all the same"
+            if nearest.searched
+            else f'plan="{nearest.name}" runs it all the same'
+        ),
     )
 
 
