@@ -55,13 +55,14 @@ class Pricer:
         if emitted.pinned is None or any(e.primitive.name == "shard_map" for e in all_equations(self.program.jaxpr)):
             return partition(lower(emitted, platform))  # a loop over shares; or its mesh is part of the program
         marked = _Marked(emitted)
-        if marked.structure not in self._templates:
+        key = (platform, marked.structure)
+        if key not in self._templates:
             source = template(lower(marked.emitted, platform))
             # Where equal constraints of one value were merged, another plan's cannot be written apart.
             whole = set(source.marks) == set(marked.specs)
-            self._templates[marked.structure] = source if whole else None
+            self._templates[key] = source if whole else None
             return partition(source)
-        source = self._templates[marked.structure]
+        source = self._templates[key]
         if source is None:
             return partition(lower(emitted, platform))
         return partition(
