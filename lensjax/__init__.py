@@ -20,6 +20,7 @@ from lensjax._errors import (
     LensjaxError,
     PartitionError,
     PlanError,
+    ProcessError,
     StateError,
     TraceError,
     UnsupportedJax,
@@ -27,6 +28,8 @@ from lensjax._errors import (
 
 if TYPE_CHECKING:
     from lensjax.execute.parallelize import parallelize
+    from lensjax.execute.processes import connect
+    from lensjax.execute.reshard import reshard
     from lensjax.plan.plan import Plan
     from lensjax.program.rules import sharding_rule
     from lensjax.topology.cluster import Cluster
@@ -35,6 +38,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "parallelize": "lensjax.execute.parallelize",
+    "connect": "lensjax.execute.processes",
+    "reshard": "lensjax.execute.reshard",
     "Plan": "lensjax.plan.plan",
     "sharding_rule": "lensjax.program.rules",
     "Cluster": "lensjax.topology.cluster",
@@ -52,10 +57,13 @@ __all__ = [
     "PartitionError",
     "Plan",
     "PlanError",
+    "ProcessError",
     "StateError",
     "TraceError",
     "UnsupportedJax",
+    "connect",
     "parallelize",
+    "reshard",
     "sharding_rule",
 ]
 

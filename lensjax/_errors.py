@@ -87,3 +87,9 @@ class UsageError(LensjaxError, ValueError):
     """A command line that cannot be carried out as written."""
 
     code = "usage"
+
+
+class ProcessError(LensjaxError, RuntimeError):
+    """The processes of a run do not run the same program, or one of them is not there."""
+
+    code = "processes"

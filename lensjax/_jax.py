@@ -116,7 +116,8 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
         params["jaxpr"] = bodies[0]
         if "num_consts" in params:  # jax 0.10
             params["num_consts"] += k
-            params["linear"] = (*(False,) * k, *params["linear"])
+            if "linear" in params:
+                params["linear"] = (*(False,) * k, *params["linear"])
         else:
             from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -134,6 +135,23 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
     return eqn.replace(invars=[*invars[:at], *operands, *invars[at:]], params=params)
 
 
+def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None = None, length: int = 0) -> Any:
+    """A `scan` equation with another body, operands and results. The carry stays as it is; `consts`: the number of
+    constants, `length`: of trips (as before where not given)."""
+    had, carry = scan_split(eqn)
+    consts = had if consts is None else consts
+    changes = {"jaxpr": body, "length": length or eqn.params["length"]}
+    if "num_consts" in eqn.params:  # jax 0.10
+        changes["num_consts"] = consts
+    else:
+        from jax._src import flattree as ft
+
+        scanned, stacked = len(invars) - consts - carry, len(outvars) - carry
+        changes["ft_in"] = ft.pack((ft.nones(consts), ft.nones(carry), ft.nones(scanned)))
+        changes["ft_out"] = ft.pack((ft.nones(carry), ft.nones(stacked)))
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params={**eqn.params, **changes})
+
+
 def user_line(eqn: Any) -> str:
     """`file.py:12` of the user's code that made this equation, or an empty string."""
     from jax._src import source_info_util
@@ -142,6 +160,16 @@ def user_line(eqn: Any) -> str:
         if not frame.file_name.startswith(_TRACERS):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
+
+
+def own_line(eqn: Any) -> str:
+    """As `user_line`, but the line that called the library where an installed library made the equation."""
+    from jax._src import source_info_util
+
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_TRACERS) and "site-packages" not in frame.file_name:
+            return f"{frame.file_name}:{frame.start_line}"
+    return user_line(eqn)
 
 
 def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:
@@ -356,3 +384,27 @@ def compile_module(
     with mlir.make_ir_context():
         module = ir.Module.parse(bytecode)
         return compile_(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=made)
+
+
+# --- several processes ---------------------------------------------------------------------------------------------
+
+
+def coordination() -> Any:
+    """The client of JAX's coordination service (a key-value store that all processes see); None with one process."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+def cluster_parameters(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> tuple[str, int, int] | None:
+    """(address of process 0, number of processes, this one) as `jax.distributed.initialize` would find them; None where
+    there is nothing to be found."""
+    if coordinator is not None and processes is not None and process is not None:
+        return coordinator, processes, process
+    from jax._src import clusters
+
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(coordinator, processes, process, None, None, 60)
+    address, count, rank = found[:3]
+    return (address, count, rank) if address is not None and count is not None and rank is not None else None

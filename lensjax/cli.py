@@ -17,7 +17,9 @@ from lensjax._errors import LensjaxError, UsageError
 
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
 COMMANDS: dict[str, str] = {
+    "bench": "lensjax.commands.bench",
     "collectives": "lensjax.commands.collectives",
+    "launch": "lensjax.commands.launch",
     "lint": "lensjax.commands.lint",
     "plan": "lensjax.commands.plan",
     "probe": "lensjax.commands.probe",

@@ -15,6 +15,7 @@ import numpy as np
 from lensjax._errors import CodecError
 from lensjax.comm.codec import Codec, Exact, Shape
 from lensjax.comm.group import Group
+from lensjax.comm.policy import Policy
 from lensjax.comm.registry import parse_codec as parse
 
 BUCKET = 32 * 2**20
@@ -115,6 +116,8 @@ def layout(leaves: Sequence[Leaf], codecs: Codecs = "int8", limit: int = BUCKET)
     """
     if limit < 1:
         raise CodecError(f"buckets of {limit} bytes", hint="a bucket is at least one byte; the default is 32 MiB")
+    if isinstance(codecs, Policy) and any(leaf.path for leaf in leaves):
+        codecs.check([leaf.path for leaf in leaves])
     full = [(i, leaf) for i, leaf in enumerate(leaves) if math.prod(leaf.local)]
     keys = [(_codec(leaf, codecs), jnp.dtype(leaf.whole.dtype), leaf.group) for _, leaf in full]
     sizes = [math.prod(leaf.local) * max(4, key[1].itemsize) for (_, leaf), key in zip(full, keys)]

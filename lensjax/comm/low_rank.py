@@ -102,7 +102,7 @@ class PowerSGD(Codec):
 
     def reduction_error(self, stack: jax.Array) -> jax.Array:
         total = stack.astype(jnp.float32).sum(0)
-        largest = jnp.maximum(jnp.abs(stack).max(), TINY)
+        largest = jnp.abs(stack).max(initial=TINY)
         norm = largest * jnp.sqrt(jnp.square(total / largest).sum())
         rounding = 64 * EPS * total.size * len(stack) * largest
         return jnp.broadcast_to(norm + rounding, total.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +60,9 @@ class Policy:
             return parse(self.table)
         return main
 
-
-def check_pins(policy: Policy, paths: list[str]) -> None:
-    """Raises CodecError for a pin that matches no leaf: a misspelt pattern would compress what it should protect."""
-    for pattern in policy.pins:
-        if not any(fnmatch.fnmatchcase(p, pattern) for p in paths):
-            raise CodecError(
-                f"no leaf matches the pattern {pattern!r}", hint=f"leaves: {', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
-            )
+    def check(self, paths: Sequence[str]) -> None:
+        """Raises CodecError for a pin that matches no leaf: a misspelt pattern would compress what it should protect."""
+        for pattern in self.pins:
+            if not any(fnmatch.fnmatchcase(p, pattern) for p in paths):
+                shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
+                raise CodecError(f"no leaf matches the pattern {pattern!r}", hint=f"leaves: {shown}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,7 +64,8 @@ def reduce_stacked(
     for path, v in _paths(x):
         if not v.ndim or v.shape[0] != members:
             raise CodecError(
-                f"{path or 'x'} has the shape {v.shape}", hint=f"its first dimension is one for each of {members} replicas"
+                f"{path or 'x'} has the shape {v.shape}",
+                hint=f"its first dimension is one for each of {members} replicas",
             )
     whole = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
     made = reduction(whole, mesh=mesh, spec=spec, axes=axes, inner=inner, codec=codec, bucket=bucket)
@@ -111,7 +113,9 @@ def reduction(
             if size % parts:
                 raise CodecError(f"{path or 'the value'}: {parts} shards do not divide dimension {d} of {v.shape}")
             local.append(size // parts)
-        group = Group(tuple((a, sizes[a]) for a in names), tuple((a, sizes[a]) for a in fast if a not in used), not partial)
+        group = Group(
+            tuple((a, sizes[a]) for a in names), tuple((a, sizes[a]) for a in fast if a not in used), not partial
+        )
         leaves.append(Leaf(path, jax.ShapeDtypeStruct(v.shape, v.dtype), tuple(local), group))
     return layout(leaves, codec, bucket)
 
@@ -131,8 +135,12 @@ def init_state(x: Any, *, mesh: Any, **how: Any) -> Any:
     """The first state of a reduction, sharded from birth; arguments as in `reduction`."""
     made = reduction(x, mesh=mesh, **how).init()
     sharding = NamedSharding(mesh, P(tuple(mesh.axis_names)))
-    rows = lambda: jax.tree.map(lambda a: jnp.broadcast_to(a, (mesh.size, *a.shape)), made)
-    return jax.jit(rows, out_shardings=sharding)()
+
+    def rows(a: Any) -> jax.Array:
+        shape = (mesh.size, *a.shape)
+        return jax.make_array_from_callback(shape, sharding, lambda index: np.broadcast_to(a, shape)[index])
+
+    return jax.tree.map(rows, made)
 
 
 def wire_bytes(x: Any, *, mesh: Any, **how: Any) -> int:

@@ -18,6 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="SPEC", help="dgx-h100:32, cpu:2x4, or a YAML/JSON file")
     parser.add_argument("--plan", help="price this preset or plan file instead of choosing")
     parser.add_argument("--memory", type=float, help="bytes per device to stay within (default: the device's)")
+    parser.add_argument(
+        "--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ..."
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after that long with the best so far")
+    parser.add_argument(
+        "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan")
 
 
@@ -28,6 +35,7 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.execute.planning import Options, make_plan
     from lensjax.program.program import analyze
     from lensjax.report.explain import explanation
+    from lensjax.report.explain_tensor import explain_tensor
     from lensjax.report.progress import steps
     from lensjax.topology.cluster import Cluster
 
@@ -40,7 +48,7 @@ def run(args: argparse.Namespace) -> Result:
         with user_code(f"the step of {args.target} cannot be traced"):
             program = analyze(step, arguments, seconds=seconds)
         start = time.perf_counter()
-        options = Options(plan=args.plan, memory=args.memory, report=progress)
+        options = Options(plan=args.plan, memory=args.memory, report=progress, search=args.search, budget=args.budget)
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:
@@ -48,8 +56,10 @@ def run(args: argparse.Namespace) -> Result:
             choice.plan.save(args.out)
         except OSError as e:
             raise UsageError(f"{args.out} cannot be written: {e.strerror}") from e
+    tensor = explain_tensor(program, choice, args.explain) if args.explain else None
     shown: tuple[Any, ...] = (
         *explanation(program, choice),
+        *([tensor] if tensor is not None else []),
         "seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()),
     )
     return Result(_data(choice, seconds), shown)
@@ -60,6 +70,8 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "plan": choice.plan.to_dict(),
         "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
+        "bound_s": choice.bound,
+        "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
         "presets": [
             {
                 "name": c.name,
@@ -68,9 +80,10 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
                 "tiers": dict(c.plan.predicted.tiers) if c.plan else None,
                 "fits": c.fits(choice.memory),
                 "reason": c.reason or None,
+                "model_s": c.inner_s,
             }
             for c in choice.candidates
         ],
-        "gap": None,
+        "gap": choice.gap,
         "seconds": seconds,
     }

@@ -18,8 +18,8 @@ from lensjax._errors import LensjaxError, UsageError
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a built-in model (llama3-8b, ...) or FILE.py:NAME")
-    parser.add_argument("--batch", type=_positive, help="sequences per step, all devices together (built-in models)")
-    parser.add_argument("--seq", type=_positive, help="tokens per sequence (built-in models)")
+    parser.add_argument("--batch", type=_positive, help="examples per step, all devices together (built-in models)")
+    parser.add_argument("--seq", type=_positive, help="tokens per sequence (built-in models that have sequences)")
 
 
 def _positive(text: str) -> int:
@@ -40,8 +40,8 @@ def load_target(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any
         return load_file(args.target)
     from lensjax.models.targets import target
 
-    if args.batch is None or args.seq is None:
-        raise UsageError(f"{args.target} needs --batch and --seq", hint="for example --batch 256 --seq 8192")
+    if args.batch is None:
+        raise UsageError(f"{args.target} needs --batch", hint="for example --batch 256")
     step, state, batch = target(args.target, args.batch, args.seq)
     return step, (state, batch)
 

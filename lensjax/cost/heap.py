@@ -19,13 +19,14 @@ NEGLIGIBLE = 1e-3
 
 class Buffer(NamedTuple):
     """`size` bytes, alive from step `start` to step `end`, both included; `kind` and `depth` (of loops around it) say
-    what it is for."""
+    what it is for, `value` (an index into the program's values, -1 for scratch) what it holds."""
 
     start: int
     end: int
     size: float
     kind: str = ""
     depth: int = 0
+    value: int = -1
 
 
 def live(buffers: Sequence[Buffer]) -> tuple[float, int]:

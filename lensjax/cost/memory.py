@@ -117,9 +117,9 @@ class _Walk:
             ends.append(self.clock)
         for v, (start, kind) in born.items():
             end = ends[until[v]] if until[v] < len(ends) else self.clock
-            self.buffers.append(Buffer(start, end, self.values[v].bytes, kind, depth))
+            self.buffers.append(Buffer(start, end, self.values[v].bytes, kind, depth, v))
         for v, (start, end) in copies.items():
-            self.buffers.append(Buffer(start, end, self.values[v].bytes, "temporaries", depth))
+            self.buffers.append(Buffer(start, end, self.values[v].bytes, "temporaries", depth, v))
 
     def carried(self, body: Body, steps: list[Step], last: Mapping[int, int], model: Fusion) -> set[int]:
         """Values of a loop body that are written over the carried value that they replace: nobody reads it any more."""

@@ -18,5 +18,7 @@ from lensjax.topology.cluster import Cluster
 def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
     apply."""
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), "cpu")
-    return dataclasses.replace(plan, predicted=score(partition(lowered), cluster, plan, program))
+    emitted = emit(program, plan, abstract_mesh(plan))
+    predicted = score(partition(lower(emitted, "cpu")), cluster, plan, program)
+    predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
+    return dataclasses.replace(plan, predicted=predicted)

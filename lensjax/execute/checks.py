@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 
 from lensjax import _jax
-from lensjax._errors import BatchError, StateError
+from lensjax._errors import StateError
 from lensjax.program.edit import all_equations
 from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
@@ -100,24 +100,3 @@ def another(old: Program, new: Program, numerics: bool = False) -> str:
         if path not in statics or not same(statics[path], value):
             return f"another signature: {path} is {unfixed(value)!r}"
     return "another signature: the arguments have other static attributes"
-
-
-def check_local_batch(program: Program, members: Sequence[int], leaves: Sequence[Any]) -> None:
-    """Raises BatchError when a process's part of the batch is not its share of the planned one."""
-    arguments = [program.arguments[i] for i in members]
-    if len(leaves) != len(arguments):
-        raise BatchError(
-            f"the batch has {len(leaves)} leaves; the step's has {len(arguments)}: "
-            + ", ".join(a.path for a in arguments)
-        )
-    processes = jax.process_count()
-    for a, leaf in zip(arguments, leaves):
-        shape = abstract(leaf).shape
-        axis = a.batch_axis or 0
-        wanted = tuple(n // processes if d == axis else n for d, n in enumerate(a.shape))
-        if shape != wanted or a.shape[axis] % processes:
-            raise BatchError(
-                f"this process brings {a.path} with shape {shape}; with {processes} processes its part of the planned "
-                f"{a.shape} is {wanted}",
-                hint="each process passes its own rows along the batch dimension, the same number in each process",
-            )

@@ -17,6 +17,7 @@ import jax
 
 from lensjax import _jax
 from lensjax._errors import CompileError
+from lensjax.execute import extra
 from lensjax.execute.place import place
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
@@ -33,8 +34,9 @@ class OtherSignature(Exception):
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
     `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then.
-    `several`: there are other processes. `elsewhere`: batch leaves that were found committed to other devices: a
-    loader that puts them there does so at every call, so every call moves them."""
+    `several`: there are other processes. `store`: the step's hidden state (see `execute.extra`). `elsewhere`: batch
+    leaves that were found committed to other devices: a loader that puts them there does so at every call, so every
+    call moves them."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -44,6 +46,7 @@ class Executable:
     guarded: bool
     numerics: tuple[Any, ...]
     several: bool
+    store: dict[str, Any] = dataclasses.field(default_factory=dict)
     elsewhere: set[int] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
@@ -51,7 +54,7 @@ class Executable:
         return self._lower(shapes(self.emitted))
 
     def _lower(self, leaves: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
-        args = self.emitted.program.call.rebuild(leaves)[0] if self.direct else leaves
+        args = self.emitted.program.call.rebuild(leaves)[0] if self.direct else [*leaves, *self.emitted.extra.values()]
         try:
             return self.jitted.lower(*args)
         except ValueError as e:
@@ -118,7 +121,12 @@ class Executable:
             leaves = [place(x, self.emitted.arguments[i]) if i in self.elsewhere else x for i, x in enumerate(leaves)]
         if self.direct:
             return self.jitted(*self.emitted.program.call.rebuild(leaves)[0])
-        return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
+        if not self.emitted.extra:
+            return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
+        results = self.jitted(*leaves, *self.captured, *extra.take(self.store, self.emitted.extra))
+        count = len(results) - len(self.emitted.extra)
+        self.store.update(zip(self.emitted.extra, results[count:]))
+        return jax.tree.unflatten(self.emitted.program.out_tree, results[:count])
 
     def _everywhere(self, i: int, leaf: Any) -> Any:
         """With several processes: the leaf as a global array (numpy and process-local arrays hold the same value in
@@ -161,19 +169,27 @@ class Executable:
         )
 
 
-def build(fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donate: bool) -> Executable:
-    """The step of `program` under `plan` on a mesh of real devices. Raises PlanError or BatchError where it does not
-    apply."""
+def build(
+    fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donate: bool, store: dict[str, Any]
+) -> Executable:
+    """The step of `program` under `plan` on a mesh of real devices; its hidden state is kept in `store`. Raises
+    PlanError or BatchError where it does not apply."""
     emitted = emit(program, plan, mesh)
     if not donate:
         emitted = dataclasses.replace(emitted, donated=())
     count = len(program.call.leaves)
     captured = tuple(place(v, s) for v, s in zip(program.captured, emitted.arguments[count:]))
     whole = donated_arguments(program, emitted.donated)
-    direct = not captured and not program.call.statics and not _has_kwargs(program) and whole is not None
+    direct = (
+        not captured
+        and not emitted.extra
+        and not program.call.statics
+        and not _has_kwargs(program)
+        and whole is not None
+    )
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
-    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), jax.process_count() > 1)
+    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), jax.process_count() > 1, store)
 
 
 def _has_kwargs(program: Program) -> bool:
@@ -196,16 +212,18 @@ def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, 
 
 def _flat(emitted: Emitted) -> Any:
     numerics = _jax.numerics()
+    hidden = [s.sharding for s in emitted.extra.values()]
+    first = len(emitted.arguments)
 
     def step(*leaves):
-        _check(emitted, leaves, numerics)
+        _check(emitted, leaves[:first], numerics)
         return emitted.run(*leaves)
 
     return jax.jit(
         step,
-        in_shardings=list(emitted.arguments),
-        out_shardings=list(emitted.results),
-        donate_argnums=emitted.donated,
+        in_shardings=[*emitted.arguments, *hidden],
+        out_shardings=[*emitted.results, *hidden],
+        donate_argnums=(*emitted.donated, *range(first, first + len(hidden))),
         keep_unused=True,
     )
 

@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from lensjax._errors import StateError
+
 
 class Off:
     """Calls the function as it was written. Plans and everything that follows from one are None."""
@@ -19,6 +21,9 @@ class Off:
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
 
+        self._checkpoints: Any = None
+        self._like: Any = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fn(*args, **kwargs)
 
@@ -26,12 +31,40 @@ class Off:
         return self if instance is None else Off(types.MethodType(self._fn, instance))
 
     def init(self, fn: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+        made = fn(*args, **kwargs)
+        self._like = shapes_of(made)
+        return made
 
     def plan_for(self, *shapes: Any, **kwargs: Any) -> None:
-        return None
+        self._like = shapes[0] if shapes else None
+
+    def companion(self, fn: Callable[..., Any], **options: Any) -> Off:
+        return Off(fn)
+
+    def save(self, directory: Any, state: Any, number: int) -> None:
+        self._disk().save(directory, number, state, {}, None)
+
+    def wait(self) -> None:
+        self._disk().wait()
+
+    def saved(self, directory: Any) -> tuple[int, ...]:
+        return self._disk().saved(directory)
+
+    def restore(self, directory: Any, number: int | None = None) -> Any:
+        if self._like is None:
+            raise StateError("restore needs to know the state", hint="call init or plan_for first")
+        return self._disk().restore(directory, number, values_of(self._like), {})[0]
+
+    def _disk(self) -> Any:
+        from lensjax.execute.checkpoint import Checkpoints
+
+        self._checkpoints = self._checkpoints or Checkpoints()
+        return self._checkpoints
 
     def lower(self) -> None:
+        return None
+
+    def export(self, form: str) -> None:
         return None
 
     def from_local(self, batch: Any) -> Any:
@@ -41,3 +74,22 @@ class Off:
         return "lensjax is off: the step runs as it was written."
 
     explain_trace = explain
+
+
+def shapes_of(state: Any) -> Any:
+    """The state's shapes, where they lie; modules taken apart."""
+    import jax
+
+    from lensjax.execute.checkpoint import as_array
+
+    def shape(x: Any) -> Any:
+        x = as_array(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(shape, values_of(state))
+
+
+def values_of(state: Any) -> Any:
+    from lensjax.execute.nnx import is_module, leaves, take
+
+    return take(state).tree if any(map(is_module, leaves(state))) else state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from lensjax._errors import BatchError, ClusterError, PlanError
 from lensjax.plan.grammar import is_file, read
 from lensjax.plan.pins import normalize
 from lensjax.plan.plan import Plan
+from lensjax.search.strategies import names, strategy
 from lensjax.topology.cluster import Cluster
 
 
@@ -23,6 +25,7 @@ def check(options: Any) -> None:
     _check_plan(options.plan)
     _check_memory(options.memory)
     normalize(options.pins)
+    _check_search(options.search, options.budget)
     _check_batch(options.batch_argnums, options.batch_axes)
     if not isinstance(options.donate, bool):
         raise PlanError(f"donate={options.donate!r}; expected True or False")
@@ -31,6 +34,8 @@ def check(options: Any) -> None:
             f"report={options.report!r}; expected a function of one text",
             hint="it is called with the name of each plan while it is priced: report=print",
         )
+    if options.cache is not None and not isinstance(options.cache, str | os.PathLike):
+        raise PlanError(f"cache={options.cache!r}; expected a folder", hint='as in cache="~/.cache/my-plans"')
     if options.cluster is not None and not isinstance(options.cluster, str | pathlib.Path | Cluster):
         raise ClusterError(
             f"cluster={options.cluster!r}; expected a Cluster, a name or a file", hint='as in cluster="dgx-h100:4"'
@@ -58,6 +63,18 @@ def _check_memory(memory: Any) -> None:
             f"memory={memory!r}; expected a positive number of bytes per device",
             hint="as in memory=80e9; leave it out for the device's own",
         )
+
+
+def _check_search(search: Any, budget: Any) -> None:
+    if search is not None and not isinstance(search, str):
+        raise PlanError(
+            f"search={search!r}; expected a strategy's name or None", hint=f"there are: {', '.join(names())}"
+        )
+    if search is not None:
+        strategy(search)
+    number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if budget is not None and not (number and budget > 0):
+        raise PlanError(f"budget={budget!r}; expected a positive number of seconds, or None for no limit")
 
 
 def _check_batch(argnums: Any, axes: Any) -> None:

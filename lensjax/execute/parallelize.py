@@ -23,7 +23,9 @@ def parallelize(
     batch_axes: Any = None,
     donate: bool = True,
     compress: str = "off",
-    search: Any = None,
+    search: str | None = None,
+    budget: float | None = None,
+    cache: str | os.PathLike[str] | None = None,
     report: Any = None,
 ) -> Any:
     """Makes a training step run under the fastest plan that fits a cluster. A decorator, with or without arguments.
@@ -39,7 +41,9 @@ def parallelize(
     batch_axes     their batch dimension: one integer, or one (or a pytree of them) for each of these arguments
     donate         give up the old state's buffers, as training loops want
     compress       "off": gradients cross every link in their own precision
-    search         None: presets
+    search         the strategy that looks for plans (`lensjax.search.strategies`); None: "milp", exact in its own model
+    budget         seconds that planning may take; None: as long as the strategy needs
+    cache          a folder in which plans are kept: the same step on the same cluster is not searched again
     report         a function that is called with the name of each plan while it is priced
 
     Returns a `Step`. With the environment variable LENSJAX_OFF=1 the step runs as it was written.
@@ -48,9 +52,9 @@ def parallelize(
     """
     if compress != "off":
         raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")
-    if search is not None:
-        raise PlanError(f"search={search!r}: the presets are searched", hint="leave search out, or name a plan")
-    options = Options(cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report)
+    options = Options(
+        cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache
+    )
 
     def decorate(f: Callable[..., Any]) -> Any:
         if os.environ.get("LENSJAX_OFF", "") not in ("", "0") or plan == "off":

@@ -60,8 +60,3 @@ def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(value, sharding)
     made = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
     return _jax.weaken(made) if jax.typeof(leaf).weak_type else made
-
-
-def local_to_global(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """One process's part of a batch leaf as the global array."""
-    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))

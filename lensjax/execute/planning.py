@@ -13,11 +13,13 @@ from lensjax import __version__, _jax
 from lensjax._errors import PlanError
 from lensjax.cost.price import price
 from lensjax.execute.options import check
+from lensjax.execute.processes import agree, described, plan_hash, shared_plan
 from lensjax.plan.grammar import is_file
 from lensjax.plan.pins import Pin, normalize
 from lensjax.plan.plan import Plan, Provenance
 from lensjax.plan.validate import validate
 from lensjax.program.program import Program
+from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
@@ -35,6 +37,9 @@ class Options:
     batch_axes: Any = None
     donate: bool = True
     report: Any = None
+    search: str | None = None
+    budget: float | None = None
+    cache: Any = None
 
     def __post_init__(self):
         check(self)
@@ -66,13 +71,55 @@ def provenance(program: Program, cluster: Cluster) -> Provenance:
     )
 
 
+def agreed_plan(program: Program, options: Options, name: str) -> Choice:
+    """As `make_plan` for the options' cluster; in a run of several processes made once, by process 0, and only when all
+    have the same program and options. Raises ProcessError on every process where they differ."""
+    cluster = cluster_for(options.cluster)
+    if _jax.coordination() is None:
+        return make_plan(program, cluster, options)
+    agree(
+        f"plan {name}",
+        {
+            "release of lensjax": __version__,
+            "release of jax": jax.__version__,
+            "settings of JAX": _jax.numerics(),
+            "cluster": cluster.name,
+            "memory limit": options.memory,
+            "plan that was given": described(options.plan),
+            "pins": options.pins,
+            "size of the batch": program.batch.size,
+            "program of the step": program.fingerprint,
+        },
+    )
+    if options.plan is not None:
+        choice = make_plan(program, cluster, options)
+    else:
+        limit = options.memory if options.memory is not None else cluster.device.memory
+        choice = shared_plan(
+            lambda: make_plan(program, cluster, options),
+            lambda plan: Choice(plan, (Candidate(plan.name, plan),), limit),
+        )
+    agree(f"run {name}", {"plan": f"{choice.plan.name} ({plan_hash(choice.plan)})"})
+    return choice
+
+
 def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit."""
     pins = normalize(options.pins)
     limit = options.memory if options.memory is not None else cluster.device.memory
     given = options.plan
+    if given is None and (replayed := _replay(program, cluster, options, pins, limit)) is not None:
+        return replayed
     if given is None:
-        choice = choose(program, cluster, memory=options.memory, pins=pins, progress=_progress(options.report))
+        choice = choose(
+            program,
+            cluster,
+            memory=options.memory,
+            pins=pins,
+            progress=_progress(options.report),
+            search=options.search,
+            budget=options.budget,
+        )
     elif isinstance(given, str) and not is_file(given):
         plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
         plan = price(program, plan, cluster)
@@ -81,7 +128,26 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
         plan = _given(program, cluster, given, pins)
         return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
     plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
+    if given is None and options.cache is not None and choice.complete:
+        PlanCache(pathlib.Path(options.cache).expanduser()).put(_key(program, cluster, options, pins, limit), plan)
     return dataclasses.replace(choice, plan=plan)
+
+
+def _key(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> str:
+    return key_of(program, cluster, limit, pins, options.search or "milp", __version__)
+
+
+def _replay(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> Choice | None:
+    """The plan that an earlier search of the same problem chose, priced anew; None where there is none, or it does not
+    fit any more."""
+    if options.cache is None:
+        return None
+    plan = PlanCache(pathlib.Path(options.cache).expanduser()).get(_key(program, cluster, options, pins, limit))
+    if plan is None:
+        return None
+    plan = price(program, plan, cluster)
+    candidate = Candidate(plan.name, plan)
+    return Choice(plan, (candidate,), limit) if candidate.fits(limit) else None
 
 
 def _given(program: Program, cluster: Cluster, given: Any, pins: Sequence[Pin]) -> Plan:

@@ -18,28 +18,31 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from lensjax import _jax
-from lensjax._errors import PlanError, TraceError
+from lensjax._errors import PlanError
+from lensjax.execute import extra
 from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
-from lensjax.execute.checks import advice, another, check_alive, check_local_batch, check_state, traced
+from lensjax.execute.checkpoint import Checkpoints
+from lensjax.execute.checks import advice, another, check_alive, check_state, traced
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
-from lensjax.execute.place import device_mesh, local_to_global, place
-from lensjax.execute.planning import Options, cluster_for, make_plan
-from lensjax.passes.shardings import named, resolve
+from lensjax.execute.place import device_mesh, place
+from lensjax.execute.planned import Planned
+from lensjax.execute.planning import Options, agreed_plan
+from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
-from lensjax.program.trace import abstract, flatten_call, is_dynamic, unfixed
+from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, unfixed
 from lensjax.search.choose import Choice
 
 if TYPE_CHECKING:
-    from lensjax.verify.proof import Proof
+    pass
 
 log = logging.getLogger("lensjax")
 
 
-class Step:
+class Step(Planned):
     """A training step with a plan. Made by `lensjax.parallelize`; call it like the function it wraps."""
 
     def __init__(self, fn: Callable[..., Any], options: Options):
@@ -56,6 +59,8 @@ class Step:
         self._bound: weakref.WeakKeyDictionary[Any, Step] = weakref.WeakKeyDictionary()
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
+        self._checkpoints = Checkpoints()
+        self._agreed: set[Any] = set()  # shapes of local batches that all processes have
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class Step:
         if traced(call.leaves):
             return self._fn(*args, **kwargs)
         if self._program is not None:
-            check_state(self._program, call)
+            self._check_state(self._program, call)
         check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
         executable = self._build(program)
@@ -139,7 +144,7 @@ class Step:
                 raise failure
             return self._start(executable, args, kwargs)
         call = flatten_call(self._fn, args, kwargs)
-        check_state(self._run.emitted.program, call)
+        self._check_state(self._run.emitted.program, call)
         check_alive(call.paths, call.leaves)
         program = self._analyze(args, kwargs)
         changed = self._run.numerics != _jax.numerics()
@@ -178,16 +183,21 @@ class Step:
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         plan = plan or self._plan(program)
         mesh = device_mesh(plan.mesh)
-        return build(self._fn, program, plan, mesh, self._options.donate)
+        made = build(self._fn, program, plan, mesh, self._options.donate, self.extra)
+        extra.fill(self.extra, made.emitted.extra)
+        return made
 
     def _plan(self, program: Program) -> Plan:
         """The plan for a program; made once, and kept for every later shape."""
         if self._choice is None:
-            self._choice = make_plan(program, cluster_for(self._options.cluster), self._options)
+            self._choice = agreed_plan(program, self._options, getattr(self._fn, "__name__", "step"))
             self._program = program
         elif self._program is not None:
-            check_state(self._program, program.call)
+            self._check_state(self._program, program.call)
         return self._choice.plan
+
+    def _check_state(self, program: Program, call: Call) -> None:
+        check_state(program, call)
 
     def plan_for(self, *shapes: Any, **kwargs: Any) -> Plan:
         """Plans for arguments given as arrays or ShapeDtypeStructs, in the step's own order. Needs no devices when a
@@ -227,7 +237,7 @@ class Step:
             self._plan(self._analyze_init(split_init(self._fn, give_back(state)[0], abstract_batch(batch))))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
         # equal but not the same object, and JAX takes these for two tree structures.
-        shardings, tree = jax.tree.flatten(self._state_shardings(state))
+        shardings, tree = jax.tree.flatten(state_shardings(self.program, self.plan, device_mesh(self.plan.mesh), state))
         return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
 
     def _analyze_init(self, readings: Sequence[Reading]) -> Program:
@@ -240,126 +250,63 @@ class Step:
                 failures.append(e)
         raise failures[0]
 
-    def _state_shardings(self, state: Any) -> Any:
-        """The shardings of a state that the planned step takes, as a tree like it."""
-        program, plan = self.program, self.plan
-        mesh = device_mesh(plan.mesh)
-        specs = resolve(program, plan).arguments
-        by_suffix = {a.path.partition("/")[2]: s for a, s in zip(program.arguments, specs)}
-        by_path = {a.path: s for a, s in zip(program.arguments, specs)}
-        flat, tree = jax.tree_util.tree_flatten_with_path(state)
-        paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat]
-        ordered = [s for a, s in zip(program.arguments, specs)]
-        count = len(flat)
-        same = [a.shape for a in program.arguments[:count]] == [tuple(leaf.shape) for _, leaf in flat]
-        if same:  # the state is the leading arguments, whatever its own paths are
-            return jax.tree.unflatten(tree, [named(mesh, s) for s in ordered[:count]])
-        found = []
-        for path, (_, leaf) in zip(paths, flat):
-            spec = by_path.get(path, by_suffix.get(path))
-            if spec is None or len(spec) != len(leaf.shape):
-                raise TraceError(
-                    f"init made {path!r} with shape {tuple(leaf.shape)}, which the step does not take as state",
-                    hint="fn must return the step's state arguments, in their order",
-                )
-            found.append(named(mesh, spec))
-        return jax.tree.unflatten(tree, found)
+    def companion(
+        self,
+        fn: Callable[..., Any],
+        *,
+        batch_argnums: Any = None,
+        batch_axes: Any = None,
+        donate: bool = True,
+    ) -> Step:
+        """Another function of this step's state (evaluation, generation, a second player's step), run where the state
+        lies: on the same mesh, with the same shardings. Only what is new in it is planned, at its first call, which
+        needs this step's plan. It finds its own batch, of any size, or has none.
 
-    # ---- looking ------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The plan. Raises PlanError before there is one."""
-        return self._planned().plan
-
-    @property
-    def choice(self) -> Choice:
-        """The plan and everything it was compared with."""
-        return self._planned()
-
-    @property
-    def program(self) -> Program:
-        """The program that was planned."""
-        self._planned()
-        assert self._program is not None
-        return self._program
-
-    def _planned(self) -> Choice:
-        if self._choice is None:
-            raise PlanError(
-                "there is no plan yet",
-                hint="call the step, step.init(create_state, ..., batch=batch), or "
-                "step.plan_for(state_shapes, batch_shapes)",
-            )
-        return self._choice
-
-    @property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled program (compiles it when it is not yet)."""
-        return self._executable().compiled
-
-    def verify(self, *, backend: str | None = None, time_limit: float = 600.0) -> Proof:
-        """The plan's proof: compiled by the cluster's own compiler, which needs none of its devices, and compared with
-        what was planned. `print(step.verify())` shows it. Raises CompileError, PlanError before there is a plan."""
-        from lensjax.verify.proof import prove, twice_the_batch
-
-        cluster = cluster_for(self._options.cluster)
-        again = twice_the_batch(self.program, self._fn)
-        return prove(self.program, self.plan, cluster, backend=backend, again=again, time_limit=time_limit)
-
-    def lower(self) -> jax.stages.Lowered:
-        """StableHLO of the planned step on the devices that are there."""
-        return self._executable().lowered
-
-    def _executable(self) -> Executable:
-        return self._run if self._run is not None else self._build(self.program)
-
-    @property
-    def abstract_state(self) -> Any:
-        """The state arguments as ShapeDtypeStructs with shardings: what a checkpoint is restored into. One tree where
-        the state is one argument, else a tuple of them."""
-        program, plan = self.program, self.plan
-        mesh = device_mesh(plan.mesh)
-        specs = resolve(program, plan).arguments
-        leaves = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named(mesh, s)) for a, s in zip(program.arguments, specs)
-        ]
-        args, _ = give_back(program.call.rebuild(leaves))[0]
-        index, _ = program.call.rebuild(range(len(program.call.leaves)))
-        state = tuple(
-            arg
-            for arg, numbers in zip(args, index)
-            if any(
-                program.arguments[i].result is not None or program.arguments[i].role == "parameter"
-                for i in jax.tree.leaves(numbers)
-            )
-        )
-        return state[0] if len(state) == 1 else state
-
-    def from_local(self, batch: Any) -> Any:
-        """The global batch from this process's part of it (every leaf: the process's rows along the batch dimension).
-
-        With one process it places the batch. Raises BatchError when the parts do not make up the planned batch.
+        `batch_argnums`, `batch_axes` and `donate` are as in `parallelize`, for `fn`.
         """
-        program, plan = self.program, self.plan
-        mesh = device_mesh(plan.mesh)
-        specs = resolve(program, plan).arguments
-        members = [i for i, a in enumerate(program.arguments) if a.role == "batch"]
-        flat, tree = jax.tree.flatten(batch)
-        check_local_batch(program, members, flat)
-        return jax.tree.unflatten(tree, [local_to_global(x, named(mesh, specs[i])) for x, i in zip(flat, members)])
+        from lensjax.execute.companion import Companion
 
-    def explain(self) -> str:
-        """What was chosen, against every preset, and why: a text with a table."""
-        from lensjax.report.explain import explain
+        argnums = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
+        return Companion(
+            fn, self, Options(self._options.cluster, batch_argnums=argnums, batch_axes=batch_axes, donate=donate)
+        )
 
-        return explain(self.program, self.choice, self.notices)
+    # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    def explain_trace(self) -> str:
-        """What each argument was taken for."""
-        from lensjax.report.explain import explain_trace
+    def save(self, directory: Any, state: Any, number: int) -> None:
+        """Writes the state (and `step.extra`) as checkpoint `number` of a folder, with Orbax, in the background.
 
-        return explain_trace(self.program)
+        Returns when the values are copied, so that the next step may give their buffers up. `wait` waits for the rest;
+        so does the next `save`, and the end of the program. Several processes call it together. Raises StateError.
+        """
+        self._checkpoints.save(directory, number, state, self.extra, self.plan)
+
+    def wait(self) -> None:
+        """Waits until nothing is being written any more; raises what went wrong while writing."""
+        self._checkpoints.wait()
+
+    def saved(self, directory: Any) -> tuple[int, ...]:
+        """The numbers of the complete checkpoints in a folder, in order; one that was interrupted is none."""
+        return self._checkpoints.saved(directory)
+
+    def restore(self, directory: Any, number: int | None = None) -> Any:
+        """The state of a checkpoint (None: the newest complete one), placed as this step's plan has it.
+
+        The plan has to be there (`init` or `plan_for`); it may be another one, for other devices, than the checkpoint
+        was written under. Returns what `init` returns: modules anew. Raises StateError.
+        """
+        mesh = device_mesh(self.plan.mesh)
+        wanted = abstract_values(self.program, self.plan, mesh)
+        declared = self._executable().emitted.extra
+        state, hidden = self._checkpoints.restore(directory, number, wanted, declared)
+        self.extra.clear()
+        self.extra.update(hidden or {})
+        extra.fill(self.extra, declared)
+        if declared and hidden is None:
+            self.notices.append(
+                f"{directory} has no hidden state for the plan {self.plan.name!r}: it starts from zeros"
+            )
+        return state
 
     def __repr__(self) -> str:
         planned = f"plan {self._choice.plan.name!r}" if self._choice is not None else "not planned yet"

@@ -15,6 +15,7 @@ import optax
 from flax.training.train_state import TrainState
 
 from lensjax._errors import UsageError
+from lensjax.models import more
 from lensjax.models.decoder import Config, Decoder
 
 # Llama 3: arXiv:2407.21783, table 3. GPT-3: arXiv:2005.14165, table 2.1, vocabulary of GPT-2 (50257), context 2048.
@@ -40,7 +41,7 @@ class Target(NamedTuple):
 
 def names() -> list[str]:
     """The names that `target` takes."""
-    return sorted(CONFIGS)
+    return sorted([*CONFIGS, *more.NAMES])
 
 
 def config(name: str) -> Config:
@@ -84,13 +85,17 @@ def abstract_batch(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"inputs": tokens, "targets": tokens}
 
 
-def target(name: str | Config, batch: int, seq: int, **changes: Any) -> Target:
+def target(name: str | Config, batch: int, seq: int | None = None, **changes: Any) -> Target:
     """A built-in target by name, or any `Config`: its step, abstract state and abstract batch.
 
-    `batch` is the global batch in sequences, `seq` the tokens of each; `changes` replace fields of the
-    configuration (`remat="none"`, `layers=4`). No device is touched and nothing allocated.
+    `batch` is the global batch in examples, `seq` the tokens of each (None for models without sequences); `changes`
+    replace fields of the configuration (`remat="none"`, `layers=4`). No device is touched and nothing allocated.
     Raises UsageError for an unknown name, a wrong field, a size below one or more tokens than the model has positions.
     """
+    if batch < 1 or (seq is not None and seq < 1):
+        raise UsageError(f"batch and seq must be at least 1, got batch {batch} and seq {seq}")
+    if isinstance(name, str) and name in more.NAMES:
+        return Target(*more.make(name, batch, seq, optimizer(), **changes))
     chosen = config(name) if isinstance(name, str) else name
     if changes:
         try:
@@ -98,8 +103,8 @@ def target(name: str | Config, batch: int, seq: int, **changes: Any) -> Target:
         except (TypeError, ValueError) as e:
             fields = ", ".join(f.name for f in dataclasses.fields(Config))
             raise UsageError(f"cannot change {name}: {e}", hint=f"the fields are: {fields}") from e
-    if batch < 1 or seq < 1:
-        raise UsageError(f"batch and seq must be at least 1, got batch {batch} and seq {seq}")
+    if seq is None:
+        raise UsageError(f"{name} needs --seq", hint="for example --seq 8192")
     if chosen.positions == "learned" and seq > chosen.max_seq:
         raise UsageError(
             f"{name} has a table of {chosen.max_seq} positions, seq is {seq}",

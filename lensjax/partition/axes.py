@@ -74,7 +74,7 @@ def dimension_factors(source: Any) -> DimensionFactors:
     source = source if isinstance(source, Template) else template(source)
     module = source.module.clone()
     _jax.run_passes(module, *_jax.PASSES_RULES)
-    joiner = _Joiner()
+    joiner = Joiner()
     main = main_function(module)
     for argument in main.regions[0].blocks[0].arguments:
         joiner.dims(argument)
@@ -85,7 +85,7 @@ def dimension_factors(source: Any) -> DimensionFactors:
     return joiner.finish(main)
 
 
-class _Joiner:
+class Joiner:
     """Collects while one module is walked."""
 
     def __init__(self) -> None:

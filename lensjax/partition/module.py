@@ -110,7 +110,8 @@ def instantiate(
 ) -> Any:
     """A clone of the template's module with these shardings written in; what is not named stays as it was lowered.
 
-    A mark that maps to None is left open (Shardy decides). Raises PartitionError for a slot that does not exist, a spec
+    A mark that maps to None is left open (Shardy decides), and so is a dimension of one whose entry is None.
+    Raises PartitionError for a slot that does not exist, a spec
     of the wrong rank, or an axis that the mesh does not have.
     """
     module = source.module.clone()
@@ -147,11 +148,12 @@ class _Writer:
             return sdy.TensorShardingAttr.get(MESH, dims)
         if len(spec) != len(shape):
             raise PartitionError(f"spec {spec} has {len(spec)} entries for a value of shape {shape}")
-        unknown = {axis for axes in spec for axis in axes} - set(self.mesh)
+        unknown = {axis for axes in spec if axes is not None for axis in axes} - set(self.mesh)
         if unknown:
             raise PartitionError(f"spec {spec} names {sorted(unknown)}; the mesh has {dict(self.mesh)}")
         dims = [
-            sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], is_closed=True) for axes in spec
+            sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(a) for a in axes or ()], is_closed=axes is not None)
+            for axes in spec
         ]
         return sdy.TensorShardingAttr.get(MESH, dims)
 

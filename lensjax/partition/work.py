@@ -16,10 +16,10 @@ _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 def schedule(body: Body, values: Sequence[Value], mesh: Mapping[str, int]) -> Region:
     """Kernels and collectives of a body in program order. Of a conditional's branches, the one that costs most."""
-    return _Worker(values, tuple(mesh.items())).region(body, trips=1, outer=1)
+    return Worker(values, tuple(mesh.items())).region(body, trips=1, outer=1)
 
 
-class _Worker:
+class Worker:
     def __init__(self, values: Sequence[Value], mesh: tuple[tuple[str, int], ...]):
         self.values, self.mesh = values, mesh
 

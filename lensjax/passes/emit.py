@@ -7,7 +7,7 @@ the same shardings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,11 +15,14 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
-from lensjax.passes.micro import micro
 from lensjax.passes.pin import pin
+from lensjax.passes.recompute import recompute
+from lensjax.passes.reduce import Reducer, exact
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
-from lensjax.plan.plan import Micro, Plan
+from lensjax.passes.share_sizes import falls_back, splits
+from lensjax.passes.shares import shares
+from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 
 
@@ -27,7 +30,9 @@ from lensjax.program.program import Program
 class Emitted:
     """A program with its plan applied, on a mesh. `run(*leaves) -> [results]` computes the step from flat leaves
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
-    positions."""
+    positions. `notes`: what a reader should know: a field of the plan that is carried out in another way. `pinned`: the
+    jaxpr behind `run`, None where the step is a loop over shares. `extra`: the hidden state of the plan, name ->
+    ShapeDtypeStruct with sharding: `run` takes it after the leaves and returns its next values after the results."""
 
     program: Program
     plan: Plan
@@ -36,6 +41,9 @@ class Emitted:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding | None, ...]
     donated: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    pinned: Any = None
+    extra: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -46,13 +54,18 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
     )
 
 
-def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
-    """Applies the plan's passes. Raises PlanError or BatchError where the plan does not apply."""
+def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer = exact) -> Emitted:
+    """Applies the plan's passes; `reduce`: what happens to partial gradients over the plan's slow axes. Raises
+    PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
-    if plan.micro != Micro():
-        run = micro(program, plan, mesh, shardings)
+    note = falls_back(program, plan)
+    pinned = None
+    if splits(plan) and not note:
+        run = shares(program, plan, mesh, shardings, reduce)
     else:
-        run = jcore.jaxpr_as_fun(_jax.close(pin(on_mesh(program, plan, mesh), plan, mesh, shardings).jaxpr))
+        kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
+        pinned = pin(kept, plan, mesh, shardings).jaxpr
+        run = jcore.jaxpr_as_fun(_jax.close(pinned))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
@@ -64,6 +77,8 @@ def emit(program: Program, plan: Plan, mesh: Any) -> Emitted:
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,
+        notes=(note,) if note else (),
+        pinned=pinned,
     )
 
 
@@ -79,12 +94,13 @@ def shapes(emitted: Emitted) -> list[jax.ShapeDtypeStruct]:
 def lower(emitted: Emitted, platform: str | None = None, donate: bool = True) -> jax.stages.Lowered:
     """StableHLO of the step for a platform ("cpu", "cuda", "tpu"; None: the one JAX runs on). Needs no device when the
     mesh is abstract and the platform is given."""
+    hidden = [s.sharding for s in emitted.extra.values()]
     jitted = jax.jit(
         emitted.run,
-        in_shardings=list(emitted.arguments),
-        out_shardings=list(emitted.results),
+        in_shardings=[*emitted.arguments, *hidden],
+        out_shardings=[*emitted.results, *hidden],
         donate_argnums=emitted.donated if donate else (),
         keep_unused=True,
     )
     platforms = (platform,) if platform is not None else None
-    return jitted.trace(*shapes(emitted)).lower(lowering_platforms=platforms)
+    return jitted.trace(*shapes(emitted), *emitted.extra.values()).lower(lowering_platforms=platforms)

@@ -100,6 +100,8 @@ class _Index:
                 source[d] = s
             return False, [(eqn.invars[0], tuple(source))]
         same = [a for a in eqn.invars if is_var(a) and shape_of(a) == shape_of(var)]
+        if name == "concatenate" and not spec[eqn.params["dimension"]]:
+            return False, [(a, spec) for a in eqn.invars]
         if name == "optimization_barrier":
             return False, [(eqn.invars[i], spec)]
         if name in ELEMENTWISE and same:

@@ -7,6 +7,7 @@ hold it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core as jcore
@@ -35,11 +36,11 @@ class Hoisted:
         return jcore.jaxpr_as_fun(_jax.close(self.second))(*arguments, offset, *totals, *made)
 
 
-def hoist(program: Program, plan: Plan) -> Hoisted:
-    """Takes a share's program (see `passes.split.Part`) apart."""
+def hoist(program: Program, plan: Plan, fixed: Sequence[int]) -> Hoisted:
+    """Takes a share's program (see `passes.split.Part`) apart. `fixed`: the arguments without a batch."""
     inner = _jax.open_jaxpr(program.jaxpr)
     again = _again(program, plan)
-    positions = tuple(i for i, a in enumerate(program.arguments) if a.role != "batch" and a.path[:8] != "lensjax/")
+    positions = tuple(fixed)
     ready = {inner.invars[i] for i in positions if i not in again}
     first, second, made = [], [], []
     for eqn in inner.eqns:

@@ -25,6 +25,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
@@ -33,6 +34,8 @@ from lensjax.program.program import Program
 
 _PINNED = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather"})
 _VIEWS = frozenset({"convert_element_type", "copy", "transpose"})
+# Names of equations that run in the backward: transposed ones, and those that the recompute pass made again.
+_BACKWARD = ("transpose(", AGAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +119,7 @@ class _Pinner:
         for i, a in enumerate(self.program.arguments):
             if a.role in ("parameter", "constant") and any(self.shardings.arguments[i]):
                 spec = self.shardings.arguments[i]
-                use = tuple(tuple(x for x in axes if x not in self.gathered) for axes in spec)
-                if self._selects(inner.invars[i]):
-                    use = spec
+                use = self._use(inner.invars[i], spec)
                 weights[inner.invars[i]] = Weight(spec, use, self._gather_mode(layer_of.get(i)))
         b = Builder()
         self._body(b, inner, weights)
@@ -136,14 +137,30 @@ class _Pinner:
             return gather.get("", "once")  # outside the layers forward and backward uses are next to each other
         return gather.get(layer or "*", gather.get("*", "once"))
 
-    def _selects(self, v: Any) -> bool:
-        """Whether a weight's own axes are split over the batch's mesh axes by rule (experts): it is not gathered."""
-        if not self.rules:
-            return False
-        majors = {self.program.logical.major(v, d) for d in range(len(shape_of(v)))}
-        return any(
-            axis in majors and set(mesh) & set(self.gathered) for axis, mesh in self.rules if axis not in self.batch_ids
+    def _use(self, v: Any, spec: Spec) -> Spec:
+        """The spec in which matmuls read a weight: whole along the mesh axes that split the batch or only its sequence,
+        except where a rule splits the weight's own axis over them (experts), and still split along the others."""
+        gathered = {*self.gathered, *self._sequence_axes()}
+        by_rule = {(axis, m) for axis, mesh in self.rules if axis not in self.batch_ids for m in mesh}
+        majors = [self.program.logical.major(v, d) if self.rules else None for d in range(len(spec))]
+        return tuple(
+            tuple(m for m in axes if m not in gathered or (major, m) in by_rule) for major, axes in zip(majors, spec)
         )
+
+    def _sequence_axes(self) -> set[str]:
+        """Mesh axes that rules give to axes of the batch's arguments alone (the sequence): like the batch's, they split
+        activations and no weight."""
+        if not self.rules:
+            return set()
+        logical, inner = self.program.logical, _jax.open_jaxpr(self.program.jaxpr)
+        inputs = {
+            axis
+            for v, a in zip(inner.invars, self.program.arguments) if a.role == "batch"
+            for dimension in logical.dims.get(v, ()) for axis in dimension
+        }  # fmt: skip
+        return {m for _, mesh in self.rules for m in mesh} - {
+            m for a, mesh in self.rules if a not in inputs for m in mesh
+        }
 
     # ---- one body ---------------------------------------------------------------------------------------------------
 
@@ -216,7 +233,8 @@ class _Pinner:
         ins = b.read_all(eqn.invars)
         if not held or not self._computes(eqn):
             return ins
-        if eqn.primitive.name in _VIEWS and not touches(eqn, lambda v: v in self.batch.dims):
+        layers = eqn.primitive.name == "slice" and not weights[eqn.invars[0]].spec[0]  # a part of a stack of layers
+        if (eqn.primitive.name in _VIEWS or layers) and not touches(eqn, lambda v: v in self.batch.dims):
             weights[eqn.outvars[0]] = self._view(eqn, weights[eqn.invars[0]])
             return ins
         inside = eqn.primitive.name in ("scan", "remat2", "checkpoint")
@@ -251,7 +269,8 @@ class _Pinner:
         var = eqn.invars[i]
         phase = ""
         if weight.gather == "again":
-            phase = "backward" if "transpose(" in str(eqn.source_info.name_stack) else "forward"
+            name = str(eqn.source_info.name_stack)
+            phase = "backward" if any(mark in name for mark in _BACKWARD) else "forward"
         narrow = read_as(eqn, i)
         key = (var, phase, narrow)
         if key not in gathered:

@@ -61,13 +61,34 @@ def update(program: Program) -> Part:
     """What remains when every total is known. It never reads the batch."""
     split = program.split
     rest = tuple(r for r, s in enumerate(split.results) if s.kind != "B")
-    part = _Writer(program, program.batch.size, split.cuts, None).part((), rest)
+    given = [c for c in split.cuts if not c.inside] + _given(split)
+    part = _Writer(program, program.batch.size, given, None).part((), rest)
     inner = _jax.open_jaxpr(part.program.jaxpr)
     batch = {v for v, s in zip(inner.invars, split.inputs) if s.kind == "B"}
     read = {a for e in inner.eqns for a in e.invars if is_var(a)} | {a for a in inner.outvars if is_var(a)}
     if batch & read:
         raise AssertionError("the update reads the batch: the analysis missed a cut")
     return part
+
+
+def _given(split: Split) -> list[Cut]:
+    """Values that are the same in every share, but made by an equation that reads the batch (a running statistic that a
+    loop returns): the update takes them from a share."""
+    body = split.body
+    assert body is not None
+    reads = {v for v, s in zip(body.invars, split.inputs) if s.kind == "B"}
+    found = []
+    for op in body.ops:
+        if not any(is_var(a) and a in reads for a in op.invars) or ("ones", op) in split.fixes:
+            continue
+        for v in op.outvars:
+            if v in split.cut:
+                continue
+            if split.statuses[v].kind in "RZ" and not split.statuses[v].scale:
+                found.append(Cut(v, "same", False, 0, False, "", "the update"))
+            else:
+                reads.add(v)
+    return found
 
 
 class _Writer:
@@ -96,17 +117,17 @@ class _Writer:
         for r in results:
             atom = b.read(body.outvars[r])
             outs.append(self.scaled(b, ("scale", body, r), atom, None))
-        jaxpr = _jax.rebuild(
-            program.jaxpr, invars=[*invars, offset, *totals.values()], eqns=b.eqns, outvars=outs
-        )
+        read = {a for e in b.eqns for a in e.invars if is_var(a)} | {a for a in outs if is_var(a)}
+        self.order = tuple(c for c in self.order if totals[c.var] in read)
+        invars += [offset, *(totals[c.var] for c in self.order)]
+        jaxpr = _jax.rebuild(program.jaxpr, invars=invars, eqns=b.eqns, outvars=outs)
         return Part(self.facts(jaxpr, results), self.order, wanted, results)
 
     def facts(self, jaxpr: Any, results: tuple[int, ...]) -> Program:
         """The part as a Program: what was found out about the step, for its variables."""
-        p, split = self.program, self.split
-        inner = _jax.open_jaxpr(jaxpr)
+        p, inner, place = self.program, _jax.open_jaxpr(jaxpr), {r: k for k, r in enumerate(results)}
         arguments = [
-            dataclasses.replace(a, shape=tuple(v.aval.shape), result=results.index(a.result) if a.result in results else None)
+            dataclasses.replace(a, shape=tuple(v.aval.shape), result=None if a.result is None else place.get(a.result))
             for a, v in zip(p.arguments, inner.invars)
         ]  # fmt: skip
         for name, v in zip(("offset", *(f"total/{i}" for i in range(len(self.order)))), inner.invars[len(arguments) :]):
@@ -119,7 +140,7 @@ class _Writer:
             arguments=tuple(arguments),
             result_paths=tuple(p.result_paths[r] for r in results),
             batch=batch,
-            gradients={i: results.index(r) for i, r in p.gradients.items() if r in results},
+            gradients={i: place[r] for i, r in p.gradients.items() if r in place},
             donate=False,
             compute=p.compute | {self.renamed[v] for v in p.compute if v in self.renamed},
             depends=dependencies(jaxpr),
@@ -149,7 +170,7 @@ class _Writer:
         for op in reversed(body.ops):
             made = [v for v in op.outvars if v in found]
             for v in made:
-                if v in self.split.cut and v not in self.raw:
+                if v in self.split.cut and (v not in self.raw or self.hooked(v)):
                     found |= self.scalars(("scale", v))
             if any(v in self.raw or v not in self.known for v in made):
                 found |= self.reads(op)
@@ -178,18 +199,21 @@ class _Writer:
             if any(v in self.raw or v not in self.known for v in made):
                 self.equation(b, op, offset)
             for v in made:
-                if v in self.split.cut:
+                if v in self.split.cut or v in totals or v in self.raw:
                     self.cut(b, op, v, totals)
 
     def cut(self, b: Builder, op: Op, v: Any, totals: dict[Any, Any]) -> None:
-        cut = self.split.cut[v]
         if v in self.raw:
             self.partials[v] = b.read(v)
         if v in totals:
             b.env[v] = self.scaled(b, ("scale", v), totals[v], op)
-        elif v not in self.raw:
+        elif v not in self.raw or self.hooked(v):
             assert self.hook is not None, f"the total of {v.aval} is needed and not known"
-            b.env[v] = self.scaled(b, ("scale", v), self.hook(b, cut, b.read(v), op.eqn), op)
+            b.env[v] = self.scaled(b, ("scale", v), self.hook(b, self.split.cut[v], b.read(v), op.eqn), op)
+
+    def hooked(self, v: Any) -> bool:
+        """Whether the total is made in place, for the share's own use."""
+        return self.hook is not None and v in self.split.cut and self.split.cut[v].early
 
     def equation(self, b: Builder, op: Op, offset: Any) -> None:
         fixes = self.split.fixes
@@ -266,7 +290,11 @@ class _Writer:
     def with_bodies(self, b: Builder, op: Op, ins: list[Any], offset: Any) -> None:
         fixes = self.split.fixes
         if op.name in ("scan", "while"):
-            first = _jax.scan_split(op.eqn)[0] if op.name == "scan" else op.params["cond_nconsts"] + op.params["body_nconsts"]
+            first = (
+                _jax.scan_split(op.eqn)[0]
+                if op.name == "scan"
+                else op.params["cond_nconsts"] + op.params["body_nconsts"]
+            )
             for k in range(len(op.invars) - first):
                 if ("first", op, "carry", k) in fixes:
                     (ins[first + k],) = b.apply(_first, ins[first + k], offset, like=op.eqn, name="lensjax.first")

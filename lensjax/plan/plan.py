@@ -69,10 +69,12 @@ class Micro:
 @dataclasses.dataclass(frozen=True)
 class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
-    compiler's)."""
+    compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
+    then reduced at once (a codec implies it); without it the compiler reduces where it likes."""
 
     codec: str = "exact"
     bucket: int | None = None
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,12 @@ class Plan:
     leaves    {path: spec}: tensors whose sharding is given one by one (state leaves; what is not listed is whole)
     gather    {layer: "once" | "again"}: whether split weights are gathered once, or again in the backward ("*": the
     rest)
-    layers    {layer: level}: recompute and offload
+    layers    {layer: level}: what each layer keeps for its backward. Levels: "keep" (everything), "dots" (results of
+              matmuls without batch dimensions, convolutions and kernels), "named" or "named:a,b" (values that the user
+              named with checkpoint_name), "inputs" (what the layer is given), "recompute" (as inputs, several layers
+              as one where that holds less), "offload" (as inputs, in the host's memory). A stack of scanned layers may
+              have several, in forward order: "recompute*28+keep*4". Layers are named by the common path of their
+              parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
     pipeline  stages, or None
@@ -149,6 +156,13 @@ class Plan:
 
     def save(self, path: str | pathlib.Path) -> None:
         pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def export(self, form: str) -> str:
+        """The plan for a world without lensjax, as the text of a file: "python" (PartitionSpecs), "flax-rules" or
+        "json". `train_step.export` also writes the step's constraints and the step. Raises PlanError."""
+        from lensjax.plan.export import write
+
+        return write(self, form)
 
     @staticmethod
     def from_dict(data: Any) -> Plan:

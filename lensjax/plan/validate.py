@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lensjax._errors import PlanError
+from lensjax.plan.levels import parse
 from lensjax.plan.plan import MeshPlan, Plan, Reduce, Rules
 
 GATHER = ("once", "again")
@@ -59,9 +60,8 @@ def _check_mesh(mesh: MeshPlan) -> None:
 
 def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
     """Fields for what no pass carries out yet hold their defaults."""
-    if plan.layers:
-        layer, level = next(iter(plan.layers.items()))
-        raise _not_yet(f"layers.{layer}", level, "write jax.checkpoint around the layer in the step")
+    for layer, level in plan.layers.items():
+        parse(level, f"layers.{layer}")
     for name in ("count", "share"):
         value = getattr(plan.micro, name)
         if value is not None and value < 1:

@@ -99,6 +99,7 @@ def find_batch(
     raise BatchError(
         f"no argument was found whose leading size the step leaves free; tried:\n{listed}",
         hint="name the batch: parallelize(batch_argnums=..., batch_axes=...)",
+        code="no_batch",
     )
 
 

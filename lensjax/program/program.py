@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -96,11 +96,14 @@ def analyze(
     batch_argnums: Sequence[int] | None = None,
     batch_axes: Any = None,
     seconds: dict[str, float] | None = None,
+    held: Callable[[Call], Collection[int]] | None = None,
 ) -> Program:
     """Traces `fn(*args, **kwargs)` (arrays or shapes) and finds out what everything is.
 
     `batch_argnums`: positions of the batch arguments; `batch_axes`: the batch dimension, one integer for all or a
     pytree prefix of integers (None: not batched) for them. `seconds` receives what the traces and the analysis took.
+    `held`: for a function of another step's state, the leaves of the call that are this state, although they need not
+    come back; then there need not be a batch either.
     Raises TraceError or BatchError.
     """
     start = time.perf_counter()
@@ -112,7 +115,13 @@ def analyze(
     told = _told_axes(traced.call, args, batch_argnums, batch_axes)
     matches = match_state(traced, deps, told or ())
     found = time.perf_counter()
-    batch = _batch(fn, traced, matches, keys, told)
+    known = frozenset(held(traced.call)) if held is not None else frozenset()
+    try:
+        batch = _batch(fn, traced, matches, keys | known, told)
+    except BatchError as e:
+        if held is None or e.code != "no_batch":
+            raise
+        batch = Batch(1, {}, {}, None, "the function has no batch")
     second = time.perf_counter()
     program = _assemble(traced, batch, deps, matches, keys)
     if seconds is not None:
@@ -121,9 +130,12 @@ def analyze(
     return program
 
 
-def _batch(fn: Callable, traced: Traced, matches: Matches, keys: set[int], told: dict[int, int] | None) -> Batch:
-    """The batch, among what is neither state nor a key. What looks like the source of a gradient is tried only when
-    nothing else is the batch: then it was the batch, and the result a reconstruction of it."""
+def _batch(fn: Callable, traced: Traced, matches: Matches, keys: Collection[int], told: dict[int, int] | None) -> Batch:
+    """The batch, among what is neither state nor a key (`keys`, and what is known to be none).
+
+    What looks like the source of a gradient is tried only when nothing else is the batch: then it was the batch, and
+    the result a reconstruction of it.
+    """
     inner = _jax.open_jaxpr(traced.jaxpr)
     used = {a for e in inner.eqns for a in e.invars if is_var(a)}
     outside = [i for i in range(len(traced.call.leaves)) if i not in matches.state and i not in keys]

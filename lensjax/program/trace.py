@@ -20,6 +20,7 @@ import numpy as np
 
 from lensjax import _jax
 from lensjax._errors import TraceError
+from lensjax.program.edit import all_equations
 from lensjax.program.inline import inline
 
 # Frames below this folder are ours, not the user's.
@@ -225,9 +226,11 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
             raise
         raise TraceError(f"the step {found[0]}{_at(e, fn)}", hint=found[1]) from e
     if ordered := _jax.ordered_effects(closed):
+        eqn = next((e for e in all_equations(inline(closed)) if ordered[0] in e.effects), None)
+        where = f" at {_jax.user_line(eqn)}" if eqn is not None else ""
         raise TraceError(
-            f"the step has effects that must keep their order ({', '.join(map(str, ordered))}), which JAX runs on one "
-            "device only",
+            f"the step has effects that must keep their order{where} ({', '.join(map(str, ordered))}), which JAX runs "
+            "on one device only",
             hint="use unordered jax.debug.print / callbacks (ordered=False), or run the step with LENSJAX_OFF=1",
         )
     jaxpr, captured = _lift_constants(closed)

@@ -116,7 +116,21 @@ def reasons(choice: Choice) -> Flow | None:
         if c.step_s < mine.step_s and not c.fits(choice.memory):
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
             lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
+    lines += searched(choice)
     return Flow("\n".join(lines)) if lines else None
+
+
+def searched(choice: Choice) -> list[str]:
+    """How far the search got, and how good the plan is for certain."""
+    if not choice.shapes:
+        return []
+    opened = f"searched {choice.shapes} meshes with their rules"
+    if not choice.complete:
+        opened += f", of which time allowed {choice.searched}"
+    if choice.gap is None:
+        return [opened]
+    within = "the best there is" if choice.gap < 5e-4 else f"within {choice.gap:.1%} of the best there is"
+    return [f"{opened}: in the search's own model the plan is {within} in that space"]
 
 
 def against(mine: Any, other: Candidate) -> str:

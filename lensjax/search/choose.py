@@ -1,30 +1,45 @@
-"""Choosing: every preset that applies is priced by one scorer, and the fastest that fits is taken."""
+"""Choosing: the search and every preset are priced by one scorer, and the fastest that fits is taken.
+
+The inner search proposes a handful of plans from its model (`strategies`); the partitioner then says what each really
+sends, computes and holds, and the price of that decides. Presets go the same way, so the choice is never worse than the
+best of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lensjax._errors import BatchError, DoesNotFit, PlanError
+from lensjax._errors import BatchError, DoesNotFit, PartitionError, PlanError
 from lensjax._units import size
-from lensjax.cost.price import price
+from lensjax.cost.pricer import Pricer
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
 from lensjax.plan.pins import Pin, check_applicable
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.search.presets import enumerate_presets, pinnable, preset
+from lensjax.search.build import NAMES
+from lensjax.search.presets import pinnable
+from lensjax.search.problem import Problem
+from lensjax.search.reading import solution_of
+from lensjax.search.strategies import Proposal, strategy
 from lensjax.topology.cluster import Cluster
+
+# How often a search is repeated with less memory when the partitioner finds more than the inner model did.
+ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan with its price (`plan.predicted`), or the reason why it does not apply."""
+    """A plan with its price (`plan.predicted`), or the reason why it does not apply. `inner_s`: seconds of the search's
+    own model, None where it was not asked."""
 
     name: str
     plan: Plan | None
     reason: str = ""
+    inner_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -37,26 +52,48 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen plan and everything it was compared with, best first. `memory`: bytes per device that were allowed."""
+    """The chosen plan and everything it was compared with, best first. `memory`: bytes per device that were allowed.
+
+    bound: seconds that no plan of the searched space undercuts in the search's model; gap: by how much the chosen plan
+    is above it in that model (0.02 is two percent), None where that is not known. `searched` shapes of `shapes` were
+    opened; fewer only where the rest cannot be better, or time was up (`complete` is False).
+    """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     memory: float
+    bound: float | None = None
+    gap: float | None = None
+    searched: int = 0
+    shapes: int = 0
+    complete: bool = True
+    problem: Problem | None = dataclasses.field(default=None, compare=False, repr=False)
+    pricer: Pricer | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def what_if(self, plan: Plan) -> Plan:
+        """Another plan (`choice.plan.replace(...)`) with its prediction, by the scorer that chose. Raises PlanError or
+        BatchError where it does not apply."""
+        if self.pricer is None:
+            raise PlanError("this choice was made without a search: there is nothing to compare with")
+        return self.pricer(plan)
 
 
 def price_all(
-    program: Program,
     makers: Iterable[tuple[str, Callable[[], Plan]]],
-    cluster: Cluster,
+    pricer: Pricer,
     progress: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Candidate]:
-    """Prices named plans in turn; what does not apply keeps its reason."""
-    out = []
+    """Prices named plans in turn; what does not apply keeps its reason. The first is priced whatever the time."""
+    out: list[Candidate] = []
     for name, make in makers:
+        if out and stop():
+            out.append(Candidate(name, None, "the time for planning was up"))
+            continue
         if progress is not None:
             progress(name)
         try:
-            out.append(Candidate(name, price(program, make(), cluster)))
+            out.append(Candidate(name, pricer(make())))
         except (PlanError, BatchError) as e:
             out.append(Candidate(name, None, e.message))
     return out
@@ -73,23 +110,105 @@ def choose(
     memory: float | None = None,
     pins: Sequence[Pin] = (),
     progress: Callable[[str], None] | None = None,
+    search: str | None = None,
+    budget: float | None = None,
 ) -> Choice:
-    """The fastest preset that fits `memory` bytes per device (the device's own where not given).
+    """The fastest plan that fits `memory` bytes per device (the device's own where not given).
 
-    Raises DoesNotFit, with what binds and the nearest plan, when none does.
+    search: the strategy (see `lensjax.search.strategies`; "milp" where not given). budget: seconds to stop after with
+    the best so far. Raises DoesNotFit, with what binds and the nearest plan, when none fits.
     """
-    check_applicable(pins, {a.path: a.shape for a in pinnable(program)}, AXES)
+    propose = strategy(search or "milp")
+    check_applicable(pins, {a.path: a.shape for a in pinnable(program)}, (*AXES, *NAMES.values()))
     limit = cluster.device.memory if memory is None else memory
-    names = enumerate_presets(cluster.devices, [t.size for t in cluster.tiers])
-    tiers = tier_names(cluster)
-    makers = [(n, lambda n=n: preset(n, program, cluster.devices, pins=pins, tier_of=tiers)) for n in names]
-    candidates = sorted(price_all(program, makers, cluster, progress), key=_rank)
+    deadline = math.inf if budget is None else time.perf_counter() + budget
+    stop = lambda: time.perf_counter() > deadline
+    problem = Problem(program, cluster, limit, tuple(pins), stop)
+    pricer = Pricer(program, cluster)
+    makers = [(n, lambda n=n: problem.preset(n)) for n in problem.preset_names()]
+    candidates = price_all(makers, pricer, progress, stop)
+    found, proposal = _search(problem, pricer, propose, candidates, progress)
+    candidates = sorted([*found, *candidates], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
-    best = fitting[0].plan
-    assert best is not None
-    return Choice(best, tuple(candidates), limit)
+    candidates = [_with_inner(problem, c, proposal) for c in candidates]
+    best = next(c for c in candidates if c.fits(limit))
+    assert best.plan is not None
+    went = proposal.searched
+    return Choice(
+        best.plan,
+        tuple(candidates),
+        limit,
+        bound=proposal.bound,
+        gap=_gap(best, proposal),
+        searched=went.examined if went else 0,
+        shapes=went.total if went else 0,
+        complete=went.complete if went else True,
+        problem=problem,
+        pricer=pricer,
+    )
+
+
+def _search(
+    problem: Problem,
+    pricer: Pricer,
+    propose: Callable[[Problem], Proposal],
+    presets: Sequence[Candidate],
+    progress: Callable[[str], None] | None,
+) -> tuple[list[Candidate], Proposal]:
+    """What the strategy proposes, priced. Where the partitioner finds that a proposal holds too much, the strategy is
+    asked again with as much less memory as its model was wrong by."""
+    if problem.cluster.devices == 1 or problem.stop():
+        return [], Proposal(())
+    found: list[Candidate] = []
+    seen = {_content(c.plan) for c in presets if c.plan is not None}
+    first, allowed = Proposal(()), problem.memory
+    for round_ in range(ROUNDS):
+        if progress is not None:
+            progress("searching")
+        try:
+            proposal = propose(dataclasses.replace(problem, memory=allowed) if round_ else problem)
+        except (PlanError, PartitionError) as e:
+            return [Candidate("search", None, e.message)], first
+        first = proposal if not round_ else first
+        plans = [p for p in proposal.plans if _content(p) not in seen]
+        seen |= {_content(p) for p in plans}
+        new = price_all(
+            [(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop
+        )
+        new = [dataclasses.replace(c, plan=dataclasses.replace(c.plan, name=c.name)) if c.plan else c for c in new]
+        found += new
+        best = min((c.step_s for c in (*found, *presets) if c.fits(problem.memory)), default=math.inf)
+        large = [c for c in new if c.plan is not None and not c.fits(problem.memory) and c.step_s < best]
+        if problem.stop() or (not large and (proposal.plans or round_)):
+            break
+        over = max((c.plan.predicted.peak_bytes / problem.memory for c in large), default=0.0)  # type: ignore[union-attr]
+        # Nothing was proposed: the model may hold too much for too large, so it gets a little more.
+        allowed = allowed / over * 0.98 if over else allowed * 1.15
+    return found, first
+
+
+def _named(plan: Plan, found: Sequence[Candidate], k: int) -> str:
+    taken = {c.name for c in found}
+    return plan.name if plan.name not in taken else f"{plan.name} #{len(found) + k + 1}"
+
+
+def _content(plan: Plan) -> str:
+    return plan.replace(name="").to_json()
+
+
+def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
+    if proposal.bound is None or c.plan is None:
+        return c
+    solution = solution_of(problem, c.plan)
+    return dataclasses.replace(c, inner_s=solution.seconds if solution is not None else None)
+
+
+def _gap(best: Candidate, proposal: Proposal) -> float | None:
+    if proposal.bound is None or best.inner_s is None or not 0 < proposal.bound < math.inf:
+        return None
+    return max(0.0, best.inner_s / proposal.bound - 1)
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

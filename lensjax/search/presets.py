@@ -73,7 +73,7 @@ def build(
         stacked = _is_stacked(program, like)
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
-            spec = _model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
+            spec = model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
         if "fsdp" in sizes:
             spec = split(a.shape, spec, "fsdp", sizes, stacked)
         if "zero1" in sizes and a.role == "optimizer":
@@ -116,7 +116,7 @@ def _experts(program: Program, ways: int) -> list[int]:
     return fitting
 
 
-def _model_spec(
+def model_spec(
     model: Mapping[int, str], majors: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> Spec:
     """The spec by rule of a tensor with these logical axes. A mesh axis splits its first dimension that divides (a

@@ -39,32 +39,49 @@ def whole(x):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
 
 
-def run(x, *, mesh=MESH, spec=SPECS, axes="node", state="init", **how):
+def made(x, *, mesh=MESH, spec=SPECS, axes="node", **how):
+    """(the compiled reduction, its first state)"""
     how = dict(mesh=mesh, spec=spec, axes=axes, **how)
-    state = comm.init_state(whole(x), **how) if isinstance(state, str) else state
-    return jax.jit(lambda x, s: comm.reduce_stacked(x, state=s, **how))(x, state)
+    return jax.jit(lambda x, s: comm.reduce_stacked(x, state=s, **how)), comm.init_state(whole(x), **how)
+
+
+def run(x, *, state="init", **how):
+    step, first = made(x, **how)
+    return step(x, first if isinstance(state, str) else state)
+
+
+def within_bound(codec, total, x, spec=P(), mesh=MESH):
+    """Whether each shard of the total is within the codec's bound of the exact sum of the same shard."""
+    bound_of, exact = comm.parse_codec(codec).reduction_error, x.astype(np.float64).sum(0)
+    for shard in {str(s.index): s for s in total.addressable_shards}.values():
+        given = jnp.asarray(x[(slice(None), *shard.index)], jnp.float32)
+        bound = np.asarray(bound_of(given), np.float64)
+        if total.dtype == jnp.bfloat16:
+            bound = bound + 2.0**-8 * (np.abs(exact[shard.index]) + bound)
+        if not (np.abs(np.asarray(shard.data, np.float64) - exact[shard.index]) <= bound).all():
+            return False
+    return True
 
 
 def replicas_equal(total):
     assert not any(comm.differing(a) for a in jax.tree.leaves(total))
 
 
-@pytest.mark.parametrize("inner", ["", "gpu"])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec, inner", [("int8", ()), ("exact", ()), *((c, "gpu") for c in CODECS)])
 def test_totals_are_within_the_codec_s_bound_on_every_replica(codec, inner):
     x = values(2)
-    total, _ = run(x, codec=codec, inner=inner or ())
+    step, state = made(x, codec=codec, inner=inner)
+    total, _ = step(x, state)
     replicas_equal(total)
     for name, a in x.items():
         assert (total[name].shape, total[name].dtype) == (a.shape[1:], jnp.asarray(a).dtype)
         assert total[name].sharding.is_equivalent_to(NamedSharding(MESH, SPECS[name]), a.ndim - 1)
         if name == "count":
             assert np.array_equal(total[name], a.sum(0))
-            continue
-        made = comm.parse_codec(codec)
-        bound = np.asarray(made.reduction_error(jnp.asarray(a, jnp.float32)), np.float64)
-        rounded = np.abs(a.astype(np.float64).sum(0)) * (2.0**-7 if name == "half" else 0)
-        assert (np.abs(np.asarray(total[name], np.float64) - a.astype(np.float64).sum(0)) <= bound + rounded).all()
+        else:
+            assert within_bound(codec, total[name], a)
+    again, _ = step(x, state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, total, again))  # the same bits each time
 
 
 @functools.cache
@@ -75,7 +92,7 @@ def _reducer(codec, members):
     return fn, jax.jit(lambda x: comm.parse_codec(codec).reduction_error(x))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4:feedback=0", "int4:32:hadamard:feedback=0", "fp8"])
+@pytest.mark.parametrize("codec", ["int8", "int4:32:hadamard:feedback=0", "fp8"])
 @settings(max_examples=15, deadline=None)
 @given(rows=st.lists(finite, min_size=4, max_size=4))
 def test_the_bound_holds_for_sums_of_any_vectors(codec, rows):
@@ -88,57 +105,40 @@ def test_the_bound_holds_for_sums_of_any_vectors(codec, rows):
     assert (np.abs(np.asarray(total, np.float64) - exact) <= bound)[fits].all()
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4:feedback=0", "bf16"])
-def test_reducing_twice_gives_the_same_bits(codec):
-    x = values(2)
-    first, _ = run(x, codec=codec)
-    again, _ = run(x, codec=codec)
-    assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
-
-
-@pytest.mark.parametrize("codec", ["exact", "bf16", "int8", "int4", "int4:hadamard", "fp8", "powersgd:2"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_number_in_one_replica_reaches_all_and_leaves_the_state_alone(codec, bad):
-    x = values(2)
-    how = dict(codec=codec, inner="gpu", bucket=1)  # a bucket for each leaf
-    _, state = run(x, **how)
-    kept = jax.tree.map(np.asarray, state)
-    broken = {**x, "w": x["w"].copy()}
-    broken["w"][1, 3, 5] = bad
-    total, state = run(broken, state=state, **how)
-    for shard in total["w"].addressable_shards:
-        rows, columns = (range(*s.indices(n)) for s, n in zip(shard.index, (32, 128)))
-        if 3 in rows and 5 in columns:
-            assert not np.isfinite(np.asarray(shard.data)[3 - rows[0], 5 - columns[0]])
-    replicas_equal(total)
-    assert np.isfinite(total["norm"]).all() and np.isfinite(total["odd"]).all()
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
-    made = comm.reduction(whole(x), mesh=MESH, spec=SPECS, axes="node", **how)
-    for bucket, old, new in zip(made.buckets, kept, state):
-        moved = [not np.array_equal(old[k], new[k]) for k in old]
-        position = sorted(x).index("w")
-        if bucket.leaves == (position,):
-            # devices without the bad number may go on; those with it keep what they had
-            sick = [(d.id // 2 % 2, d.id % 2) for d in MESH.devices.flat]
-            for row, at in enumerate(sick):
-                if at == (0, 0):
-                    assert all(np.array_equal(np.asarray(new[k])[row], old[k][row]) for k in old)
-        else:
-            assert all(moved) or not moved
-    after, _ = run(x, state=state, **how)
-    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(after))
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "int4:hadamard", "fp8", "powersgd:2"])
+def test_a_bad_number_in_one_replica_reaches_all_and_leaves_the_state_alone(codec):
+    x = {name: values(2)[name] for name in ("w", "norm", "odd")}
+    spec = {name: SPECS[name] for name in x}
+    step, state = made(x, spec=spec, codec=codec, inner="gpu", bucket=1)  # a bucket for each leaf
+    _, state = step(x, state)
+    for bad in (np.nan, np.inf, -np.inf):
+        broken = {**x, "w": x["w"].copy()}
+        broken["w"][1, 3, 5] = bad
+        total, after = step(broken, state)
+        replicas_equal(total)
+        assert not np.isfinite(np.asarray(total["w"])[3, 5])
+        assert np.isfinite(total["norm"]).all() and np.isfinite(total["odd"]).all()
+        assert all(np.isfinite(a).all() for a in jax.tree.leaves(after))
+        # The shard with the bad number (gpu 0, tp 0) keeps its state; others, which cannot know, go on.
+        assert sorted(x)[2] == "w" and len(state) == 3
+        for name, old in state[0].items():
+            old, new = (np.asarray(a).reshape(2, 2, 2, -1) for a in (old, after[0][name]))
+            assert np.array_equal(new[:, 0, 0], old[:, 0, 0])
+            assert not np.array_equal(new[:, 1, 1], old[:, 1, 1])
+    total, _ = step(x, after)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(total))
 
 
 def test_powersgd_starts_again_after_a_gradient_of_zeros():
     x = {"w": values(2)["w"]}
     how = dict(spec=P(), codec="powersgd:2:feedback=off")
-    zero = jax.tree.map(np.zeros_like, x)
-    _, state = run(zero, **how)
-    total, _ = run(x, state=state, **how)
+    step, state = made(x, **how)
+    _, state = step(jax.tree.map(np.zeros_like, x), state)
+    total, _ = step(x, state)
     assert np.abs(total["w"]).max() > 0.1
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "fp8", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "int4:hadamard", "powersgd:2"])
 def test_a_leaf_of_zeros_and_denormal_leaves(codec):
     x = {"w": np.zeros((2, 32, 128), np.float32), "tiny": np.full((2, 300), 1e-44, np.float32)}
     total, state = run(x, spec=P(), codec=codec, inner="gpu")
@@ -147,10 +147,10 @@ def test_a_leaf_of_zeros_and_denormal_leaves(codec):
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("codec", ["int8:feedback=1", "int4", "int4:feedback=1", "int4:back=int8", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8:feedback=1", "int4:back=int8", "powersgd:2"])
 def test_what_is_sent_is_what_was_given_less_the_residual(codec):
     """Error feedback telescopes: sum(sent) = sum(given) - residuals / feedback, over both hops and all replicas."""
-    made = comm.parse_codec(codec)
+    feedback = comm.parse_codec(codec).feedback
     how = dict(mesh=FLAT, spec=P(), axes="node", codec=codec)
     shape = jax.ShapeDtypeStruct((32, 64), jnp.float32)
     step = jax.jit(lambda x, s: comm.reduce_stacked(x, state=s, **how))
@@ -163,7 +163,7 @@ def test_what_is_sent_is_what_was_given_less_the_residual(codec):
     if "residual" in row:
         left = row["residual"].sum(0)
     else:
-        left = (row["sent"].sum(0) + row["owned"].reshape(-1)) / made.feedback
+        left = (row["sent"].sum(0) + row["owned"].reshape(-1)) / feedback
     assert np.abs(sent - (given_sum - left.reshape(32, 64))).max() < 1e-4 * np.abs(given_sum).max()
     assert np.abs(left).max() > 1e-3 * np.abs(given_sum).max()  # there was something to carry
 
@@ -176,11 +176,10 @@ def test_powersgd_reproduces_a_gradient_of_its_rank():
     state, step = comm.init_state(whole(x), **how), jax.jit(lambda x, s: comm.reduce_stacked(x, state=s, **how))
     total, _ = step(x, state)
     exact = x.sum(0)
-    assert np.abs(total - exact).max() < 1e-5 * np.abs(exact).max() * 10
     assert np.linalg.norm(total - exact) < 1e-5 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8", "powersgd:2", "fp8:feedback=1"])
+@pytest.mark.parametrize("codec", ["int4", "powersgd:2"])
 def test_replicas_stay_equal_and_a_saved_state_goes_on_bit_for_bit(codec):
     """200 compressed steps of SGD; saved with numpy at step 100 and continued from the file."""
     how = dict(mesh=FLAT, spec=P(), axes="node", inner="gpu", codec=codec)
@@ -214,19 +213,17 @@ def test_replicas_stay_equal_and_a_saved_state_goes_on_bit_for_bit(codec):
     assert jax.tree.all(jax.tree.map(np.array_equal, (w, state), (w2, state2)))
 
 
-@pytest.mark.parametrize("codec", ["exact", "int8", "int4:feedback=0", "powersgd:2"])
-@pytest.mark.parametrize("axes, inner, members", [("rack", (), 2), (("rack", "node"), "gpu", 4), (("rack", "node"), (), 4)])
-def test_two_slow_tiers_as_one_group(codec, axes, inner, members):
-    r = np.random.default_rng(0)
-    x = r.normal(size=(members, 32, 64)).astype("f")
-    total, _ = run(x, mesh=RACKS, spec=P(), axes=axes, inner=inner, codec=codec)
+@pytest.mark.parametrize(
+    "codec, inner", [("exact", "gpu"), ("int8", "gpu"), ("int4:feedback=0", ()), ("powersgd:2", "gpu")]
+)
+def test_two_slow_tiers_as_one_group(codec, inner):
+    x = np.random.default_rng(0).normal(size=(4, 32, 64)).astype("f")
+    total, _ = run(x, mesh=RACKS, spec=P(), axes=("rack", "node"), inner=inner, codec=codec)
     replicas_equal(total)
-    bound = comm.parse_codec(codec).reduction_error(jnp.asarray(x))
-    assert (np.abs(total - x.sum(0)) <= bound).all()
+    assert within_bound(codec, total, x)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("codec", ["exact", "int8", "int4", "powersgd:2"])
+@pytest.mark.parametrize("codec, check_vma", [("exact", True), ("int8", True), ("int4", False), ("powersgd:2", True)])
 def test_by_hand_in_three_tiers(codec, check_vma):
     """A user's own shard_map: partial sums on every device, two fast tiers summed exactly, codes between racks."""
     r = np.random.default_rng(0)
@@ -261,7 +258,7 @@ def test_errors_name_the_leaf_and_say_what_to_do():
     x = values(2)
     with pytest.raises(CodecError, match="remembers what it could not send"):
         run(x, codec="int4", state=None)
-    _, state = run(x, codec="int4")
+    state = comm.init_state(whole(x), mesh=MESH, spec=SPECS, axes="node", codec="int4")
     with pytest.raises(CodecError, match="not this reduction's"):
         run(x, codec="int4:32", inner="gpu", state=state)
     with pytest.raises(CodecError, match=r"w has the shape \(3,"):

@@ -67,7 +67,7 @@ def test_a_file_of_ones_own(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv, code, message",
     [
-        (["plan", "llama3-tiny", "--cluster", "cpu:8"], "usage", "needs --batch and --seq"),
+        (["plan", "llama3-tiny", "--cluster", "cpu:8"], "usage", "needs --batch"),
         (["plan", "none", "--cluster", "cpu:8", "--batch", "8", "--seq", "8"], "usage", "no built-in target 'none'"),
         (["plan", "none.py:f", "--cluster", "cpu:8"], "usage", "there is no file none.py"),
         (["plan", "none.py:f", "--cluster", "cpu:8", "--seq", "8"], "usage", "are for built-in models"),

@@ -29,12 +29,11 @@ def draw(an: Interpreter, op: Op, ins: list[Status]) -> Status:
     if an.outer > 1:
         raise op.refuse("a random draw for a batch that the step itself splits")
     config: Any = jax.config
-    implementation = str(jax.random.key_impl(jax.ShapeDtypeStruct((), op.invars[0].aval.dtype)))
-    if "threefry2x32" not in implementation or not config.jax_threefry_partitionable:
+    generator = str(op.invars[0].aval.dtype)
+    if generator != "key<fry>" or not config.jax_threefry_partitionable:
+        off = "" if config.jax_threefry_partitionable else ", jax_threefry_partitionable off"
         raise op.refuse(
-            f"a random draw of the batch's shape with the generator {implementation!r}"
-            f"{'' if config.jax_threefry_partitionable else ' and jax_threefry_partitionable off'}: only partitionable "
-            "threefry can draw a part by itself"
+            f"a random draw of the batch's shape ({generator}{off}): only partitionable threefry draws a part by itself"
         )
     d = dims[0]
     an.fixes["draw", op] = d

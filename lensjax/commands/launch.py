@@ -1,0 +1,140 @@
+"""`lensjax launch`: one program in several processes of this machine, as on as many hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from lensjax._errors import UsageError
+from lensjax.commands import Result
+
+HELP = "run a script in several processes on this machine"
+# What `lensjax.connect` reads; the names live there.
+_COORDINATOR, _COUNT, _RANK = "LENSJAX_COORDINATOR", "LENSJAX_PROCESSES", "LENSJAX_PROCESS"
+GRACE = 10.0  # seconds for the other processes to say why they cannot go on, once one is gone
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes")
+    parser.add_argument("--devices", type=int, metavar="M", help="emulated CPU devices in each (default: real devices)")
+    parser.add_argument("--port", type=int, help="port on which they meet (default: a free one)")
+    parser.add_argument("script", metavar="SCRIPT.py", help="calls lensjax.connect() first")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Exit status: 0 when all processes ended well, else that of the first that did not (128 + N for signal N)."""
+    if args.processes < 1:
+        raise UsageError(f"--processes {args.processes}", hint="1 or more")
+    if args.devices is not None and args.devices < 1:
+        raise UsageError(f"--devices {args.devices}", hint="1 or more; leave it out for real devices")
+    if not os.path.isfile(args.script):
+        raise UsageError(f"there is no file {args.script}")
+    port = args.port or _free_port()
+    out = sys.stderr if args.json else sys.stdout
+    children = [_start(args, rank, port) for rank in range(args.processes)]
+    lock = threading.Lock()
+    readers = [
+        threading.Thread(target=_label, args=(f"[{rank}] ", pipe, stream, lock), daemon=True)
+        for rank, child in enumerate(children)
+        for pipe, stream in ((child.stdout, out), (child.stderr, sys.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    with _Forward(children):
+        first = _wait(children)
+    for reader in readers:
+        reader.join(timeout=5)
+    statuses = [_status(c.returncode) for c in children]
+    rows = [{"process": i, "status": s} for i, s in enumerate(statuses)]
+    status = statuses[first] if first is not None else 0
+    said = [f"lensjax launch: process {first} ended with status {status}"] if first is not None else []
+    return Result({"processes": rows, "status": status}, tuple(said), status)
+
+
+def _start(args: argparse.Namespace, rank: int, port: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ, _COORDINATOR: f"localhost:{port}", _COUNT: str(args.processes), _RANK: str(rank)}
+    env["PYTHONUNBUFFERED"] = "1"
+    if args.devices is not None:
+        flags = [f for f in env.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+        env["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={args.devices}"])
+        env["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, args.script, *args.arguments]
+    # A group of its own: Ctrl-C in the terminal reaches the children once, through us.
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _label(label: str, pipe: IO[bytes], stream: Any, lock: threading.Lock) -> None:
+    """Copies whole lines with a label in front. Gloo's own lines about its connections are nobody's output."""
+    for line in iter(pipe.readline, b""):
+        text = line.decode(errors="replace")
+        if not text.startswith("[Gloo]"):
+            with lock:
+                stream.write(label + text + "\n" * (not text.endswith("\n")))
+                stream.flush()
+
+
+class _Forward:
+    """While active, interrupt and termination signals go to all children."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]]):
+        self._children = children
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        else:
+            self._old = {}
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: Any) -> None:
+        _signal(self._children, number)
+
+
+def _signal(children: list[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        if child.poll() is None:
+            try:
+                os.killpg(child.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for all; once one has failed, ends the others after GRACE seconds. The first that failed, None where none
+    did."""
+    first: int | None = None
+    since = 0.0
+    terminated = False
+    while any(c.poll() is None for c in children):
+        time.sleep(0.05)
+        if first is None:
+            first = next((i for i, c in enumerate(children) if c.poll() not in (None, 0)), None)
+            since = time.monotonic()
+        elif time.monotonic() - since > GRACE:
+            _signal(children, signal.SIGKILL if terminated else signal.SIGTERM)
+            terminated, since = True, time.monotonic()
+    return first if first is not None else next((i for i, c in enumerate(children) if c.returncode), None)
+
+
+def _status(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,53 @@
+"""The global batch from what each process loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lensjax._errors import BatchError
+from lensjax.execute.processes import agree
+from lensjax.passes.shardings import named
+from lensjax.plan.plan import Spec
+from lensjax.program.program import Argument
+from lensjax.program.trace import abstract
+
+
+def from_local(batch: Any, members: Sequence[tuple[Argument, Spec]], mesh: Any, agreed: set[Any]) -> Any:
+    """Process-local rows -> global arrays. `members`: the batch arguments with their specs; `agreed`: shapes that all
+    processes were found to bring, which are not compared again.
+
+    Raises BatchError, on every process, when the processes bring other shapes than each other, or not the planned ones.
+    """
+    flat, tree = jax.tree.flatten(batch)
+    shapes = [tuple(abstract(x).shape) for x in flat]
+    if tuple(shapes) not in agreed:
+        agree("make a global batch", {"shapes of its own part of the batch": shapes}, BatchError)
+        check(members, shapes)
+        agreed.add(tuple(shapes))
+    specs = [named(mesh, spec) for _, spec in members]
+    return jax.tree.unflatten(
+        tree, [jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(flat, specs)]
+    )
+
+
+def check(members: Sequence[tuple[Argument, Spec]], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raises BatchError when a process's part of the batch is not its share of the planned one."""
+    if len(shapes) != len(members):
+        raise BatchError(
+            f"the batch has {len(shapes)} leaves; the step's has {len(members)}: "
+            + ", ".join(a.path for a, _ in members)
+        )
+    processes = jax.process_count()
+    for (a, _), shape in zip(members, shapes):
+        axis = a.batch_axis or 0
+        wanted = tuple(n // processes if d == axis else n for d, n in enumerate(a.shape))
+        if shape != wanted or a.shape[axis] % processes:
+            raise BatchError(
+                f"this process brings {a.path} with shape {shape}; with {processes} processes its part of the planned "
+                f"{a.shape} is {wanted}",
+                hint="each process passes its own rows along the batch dimension, the same number in each process",
+            )

@@ -1,0 +1,78 @@
+"""What happens at a cut: partial values of all shares in, the total out.
+
+    reduce(stacked, *, mesh, spec, axes, state) -> (total, state)
+
+`stacked` is [groups, ...], split as P(axes, *spec); the total is split as P(*spec). A codec is such a function with a
+state of its own; `exact` has none and leaves the schedule to XLA, which reduces hierarchically where `spec` splits the
+value over the faster axes (reduce-scatter inside, the slow axes on shards only).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from lensjax.passes.shardings import named
+from lensjax.plan.plan import Spec
+
+# "same": a value that every share makes alike; any of them is the total.
+_OVER = {
+    "same": lambda x, axis: jax.lax.index_in_dim(x, 0, axis, keepdims=False),
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "or": jnp.any,
+    "and": jnp.all,
+}
+_BETWEEN = {
+    "same": lambda a, b: b,
+    "sum": jnp.add,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "or": jnp.logical_or,
+    "and": jnp.logical_and,
+}
+
+
+class Reducer(Protocol):
+    """The interface of a reduction over `axes` of the mesh; see this module."""
+
+    def __call__(
+        self, stacked: jax.Array, *, mesh: Any, spec: Spec, axes: tuple[str, ...], state: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+
+def exact(
+    stacked: jax.Array, *, mesh: Any, spec: Spec, axes: tuple[str, ...], state: Any = None
+) -> tuple[jax.Array, Any]:
+    """The sum as it is, in the type that came in."""
+    return jax.lax.with_sharding_constraint(jnp.sum(stacked, 0), named(mesh, spec)), state
+
+
+def over(op: str, x: jax.Array, axis: int = 0) -> jax.Array:
+    """The sum, max, min, or, and along a dimension; the first of values that are the same."""
+    return _OVER[op](x, axis)
+
+
+def combine(op: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return _BETWEEN[op](a, b)
+
+
+def start(op: str, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    """What changes nothing when it is combined with a value; sums of narrow floats start as `wide` ones."""
+    if op in ("or", "and"):
+        return jnp.full(shape, op == "and", dtype)
+    if op in ("sum", "same"):
+        return wide(op, jnp.zeros(shape, dtype))
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.full(shape, -jnp.inf if op == "max" else jnp.inf, dtype)
+    info = jnp.iinfo(dtype)
+    return jnp.full(shape, info.min if op == "max" else info.max, dtype)
+
+
+def wide(op: str, x: jax.Array) -> jax.Array:
+    """A partial sum of narrow floats in float32: micro-batches and nodes are added up without rounding each time."""
+    narrow = op == "sum" and jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if narrow else x

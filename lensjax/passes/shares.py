@@ -1,0 +1,251 @@
+"""A step as shares of its batch: over nodes, over micro-batches, or both; then one reduction and one update.
+
+nodes           the share of each group of devices stands side by side along a leading dimension that is split over
+                the slow mesh axes (the share program under `jax.vmap(spmd_axis_name=...)`, everything else
+                automatic); that dimension is reduced at the end. Totals that a share needs before it is done are
+                reduced in place.
+micro-batches   the same over all axes that split the batch, in a loop: each device adds up its own partial values,
+                in float32 or wider, nothing is reduced between devices inside the loop, and split weights are
+                gathered before it. Totals needed before are found by a pass of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jcore
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lensjax import _jax
+from lensjax.passes import reduce as reduction
+from lensjax.passes.gradients import gradient_inputs
+from lensjax.passes.hoist import Hoisted, hoist
+from lensjax.passes.islands import Total, inside, islands
+from lensjax.passes.pin import Share, pin
+from lensjax.passes.recompute import recompute
+from lensjax.passes.reduce import Reducer, combine, exact, over, wide
+from lensjax.passes.shardings import Shardings, named, whole
+from lensjax.passes.share_layout import join, stack, take
+from lensjax.passes.share_sizes import sizes
+from lensjax.passes.split import share, update
+from lensjax.plan.plan import Micro, Plan, Spec
+from lensjax.program.edit import shape_of
+from lensjax.program.program import Program
+from lensjax.program.status.analysis import Cut
+
+
+def shares(
+    program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
+) -> Callable[..., list[Any]]:
+    """The step as a function of its flat arguments, share by share. `reduce` is what happens to partial gradients over
+    the plan's slow axes. Raises PlanError where the step does not split so."""
+    return _Shares(program, plan, mesh, shardings, reduce).run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One way through the batch. `main`, `last`: the share program at the size of all shares, and of an uneven last
+    one."""
+
+    wanted: tuple[Cut, ...]
+    known: tuple[Cut, ...]
+    results: tuple[int, ...]
+    main: Hoisted | None
+    last: Hoisted | None
+
+
+class _Shares:
+    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer):
+        self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
+        self.reduce = reduce
+        self.split, self.sizes = program.split, sizes(program, plan)
+        self.count = len(program.arguments)
+        self.after = update(program)
+        self.specs = self._total_specs()
+        self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
+        self.passes = self._passes()
+        self.finish = self._finish()
+
+    # ---- the programs -------------------------------------------------------------------------------------------
+
+    def _passes(self) -> list[_Pass]:
+        if self.plan.micro == Micro():  # one share for each node: early totals are reduced where they are needed
+            return [self._pass(self.after.known, [], self.results, self._hook)]
+        early = [c for c in self.split.cuts if c.early]
+        last = [c for c in self.after.known if not c.early]
+        stages = sorted({c.stage for c in early})
+        found = [
+            self._pass([c for c in early if c.stage == n], [c for c in early if c.stage < n], (), None) for n in stages
+        ]
+        return [*found, self._pass(last, early, self.results, None)]
+
+    def _hook(self, b: Any, cut: Cut, atom: Any, eqn: Any) -> Any:
+        return b.apply(Total(cut.op), atom, like=eqn, name="lensjax.total")[0]
+
+    def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> _Pass:
+        z, made = self.sizes, []
+        for size in (z.share if z.full else 0, z.rest):
+            if not size:
+                made.append(None)
+                continue
+            part = share(self.program, size * z.outer, wanted, known, results, hook)
+            known = part.known  # those that it reads: the same at every size
+            partials = {k: self._partial_spec(c) for k, c in enumerate(wanted)}
+            specs = Shardings(tuple(self._share_specs(part.program)), (None,) * (len(wanted) + len(results)), {})
+            # A pass for early totals has no backward, for which something would be kept.
+            kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
+            prepared = inside(kept, self.plan, self.mesh, z.axes)
+            pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
+            fixed = [i for i, s in enumerate(self.split.inputs) if s.kind != "B"]
+            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, fixed))
+        return _Pass(tuple(wanted), tuple(known), results, made[0], made[1])
+
+    def _share_specs(self, part: Program) -> list[Spec]:
+        """Specs of a share's arguments: weights as they are, its own batch over the axes that are left."""
+        found = []
+        for i, a in enumerate(part.arguments):
+            if a.role != "batch" and i < self.count and self.split.inputs[i].kind != "B":
+                found.append(self.shardings.arguments[i])
+            else:
+                found.append(whole(len(a.shape)))
+        return found
+
+    def _total_specs(self) -> dict[Any, Spec]:
+        """{cut variable: the spec in which the update needs its total}."""
+        p = self.after.program
+        inner, wanted = _jax.open_jaxpr(p.jaxpr), {}
+        for i, a in enumerate(p.arguments[: self.count]):
+            if a.result is not None and a.role == "parameter":
+                wanted[inner.outvars[a.result]] = self.shardings.gradients[i]
+            elif a.result is not None and a.role == "optimizer":
+                wanted[inner.outvars[a.result]] = self.shardings.arguments[i]
+        for i, r in p.gradients.items():
+            wanted[inner.outvars[r]] = self.shardings.gradients[i]
+        found = gradient_inputs(p, wanted)
+        totals = inner.invars[self.count + 1 :]
+        return {c.var: found.get(v, whole(len(shape_of(v)))) for c, v in zip(self.after.known, totals, strict=True)}
+
+    def _partial_spec(self, cut: Cut) -> Spec:
+        return tuple(tuple(a for a in axes if a not in self.sizes.axes) for axes in self._total_spec(cut))
+
+    def _total_spec(self, cut: Cut) -> Spec:
+        return self.specs.get(cut.var, whole(len(shape_of(cut.var))))
+
+    def _finish(self) -> Callable[..., list[Any]]:
+        arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
+        results = tuple(self.shardings.results[r] for r in self.after.results)
+        specs = Shardings(arguments, results, self.shardings.gradients)
+        pinned = pin(inside(self.after.program, self.plan, self.mesh, ()), self.plan, self.mesh, specs)
+        return jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr))
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def run(self, *leaves: Any) -> list[Any]:
+        inputs = []
+        for x, s in zip(leaves, self.split.inputs, strict=True):
+            if s.kind == "B":
+                x = self.constrain(stack(x, s, self.sizes), s.dim + 1, inner=s.dim + 2)
+            inputs.append(x)
+        totals: dict[Any, Any] = {}
+        batch: list[Any] = []
+        for one in self.passes:
+            sums, batch = self.through(one, inputs, [totals[c.var] for c in one.known])
+            totals |= {c.var: self.total(c, x) for c, x in zip(one.wanted, sums, strict=True)}
+        rest = self.finish(*leaves, jnp.int32(0), *(totals[c.var] for c in self.after.known))
+        out: list[Any] = [None] * len(self.split.results)
+        for r, x in zip((*self.results, *self.after.results), (*batch, *rest), strict=True):
+            out[r] = x
+        return out
+
+    def constrain(self, x: Any, d: int, spec: Spec | None = None, inner: int | None = None) -> Any:
+        """`x` split along dimension d over the shares' axes, along `inner` over the axes that split a share's batch;
+        the other dimensions as `spec` says (whole where it says nothing)."""
+        if self.plan.mesh.size == 1:
+            return x
+        entries: list[Any] = [axes or None for axes in spec] if spec is not None else [None] * (x.ndim - 1)
+        entries.insert(d, self.sizes.axes or None)
+        if inner is not None:
+            entries[inner] = self.sizes.inside or None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+    def through(self, one: _Pass, inputs: list[Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
+        """(sums of partial values, stacked along a leading dimension; the step's batch results)."""
+        z = self.sizes
+        sums: list[Any] | None = None
+        collected: list[list[Any]] = []
+        if one.main is not None:
+            main, fixed = one.main, one.main.before(inputs)
+            if z.full == 1:
+                sums, outs = self.trip(one, main, z.share, 0, inputs, fixed, known)
+                collected.append([x[None] for x in outs])
+            else:
+                sums, outs = self.loop(one, lambda i: self.trip(one, main, z.share, i, inputs, fixed, known))
+                collected.append(outs)
+        if one.last is not None:
+            fixed = one.last.before(inputs)
+            more, outs = self.trip(one, one.last, z.rest, z.full, inputs, fixed, known)
+            sums = more if sums is None else [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)]
+            collected.append([x[None] for x in outs])
+        assert sums is not None
+        return sums, [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
+
+    def loop(self, one: _Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+        def body(sums, i):
+            more, outs = trip(i)
+            return [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
+
+        first = []
+        for c in one.wanted:
+            zeros = reduction.start(c.op, c.var.aval.dtype, (self.sizes.groups, *shape_of(c.var)))
+            first.append(self.constrain(zeros, 0, spec=self._partial_spec(c)))
+        return jax.lax.scan(body, first, jnp.arange(self.sizes.full, dtype=jnp.int32))
+
+    def trip(
+        self, one: _Pass, part: Hoisted, size: int, i: Any, inputs: list[Any], fixed: list[Any], known: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One share on every group of devices: (partial values, batch results), stacked along a leading dimension."""
+        z, statuses = self.sizes, self.split.inputs
+        start = i * z.share
+
+        def single(group, *batch):
+            parts = iter(batch)
+            args = [take(next(parts), s.dim + 1, start, size) if s.kind == "B" else x for x, s in zip(inputs, statuses)]
+            outs = part.run(args, fixed, group * z.local + start, known)
+            return [wide(c.op, x) for x, c in zip(outs, one.wanted)], outs[len(one.wanted) :]
+
+        batch = [(x, s.dim + 1) for x, s in zip(inputs, statuses) if s.kind == "B"]
+        if z.groups == 1:
+            only = [jax.lax.index_in_dim(x, 0, d, keepdims=False) for x, d in batch]
+            return jax.tree.map(lambda x: x[None], single(jnp.int32(0), *only))
+        mapped = jax.vmap(
+            single,
+            in_axes=(0, *(d for _, d in batch)),
+            axis_size=z.groups,
+            spmd_axis_name=z.axes if len(z.axes) > 1 else z.axes[0],
+        )
+        return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
+
+    def total(self, cut: Cut, x: Any) -> Any:
+        """The reduction over the groups: first over the faster axes, then over the plan's slow ones."""
+        z, spec = self.sizes, self._total_spec(cut)
+        if self.plan.mesh.size == 1:
+            return over(cut.op, x).astype(cut.var.aval.dtype)
+        x = self.constrain(x, 0, spec=self._partial_spec(cut))
+        gradient = cut.op == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
+        if z.slow and z.slow == z.axes[: len(z.slow)] and gradient:
+            outside = tuple(tuple(a for a in axes if a not in z.slow) for axes in spec)
+            if z.slow != z.axes:
+                slow = 1
+                for a in z.slow:
+                    slow *= self.plan.mesh.shape[a]
+                x = over(cut.op, x.reshape((slow, -1, *x.shape[1:])), 1)
+                entries = PartitionSpec(z.slow, *(axes or None for axes in outside))
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, entries))
+            x, _ = self.reduce(x, mesh=self.mesh, spec=outside, axes=z.slow, state=None)
+        else:
+            x = over(cut.op, x)
+        return jax.lax.with_sharding_constraint(x, named(self.mesh, spec)).astype(cut.var.aval.dtype)

@@ -1,0 +1,130 @@
+"""The inner model: seconds and bytes of a mesh, a rule set and a storage choice, from tables.
+
+    seconds = sum over regions of   sent between matmuls + max(kernels, weights on the way) + first weight
+    bytes   = stored tensors + the largest of all moments of (buffers alive) + gathered weights
+
+A region is a loop (all of its trips) or what is outside of loops. What is sent between matmuls stands in their way;
+weights travel beside them, except the first that a trip waits for. Everything that a choice changes is linear in the
+choice, so that the best choice and a bound on all others can be found exactly (`solve`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from lensjax.program.program import Program
+from lensjax.search.links import Links
+from lensjax.search.rules import Laid, Layout, Pattern, lay
+from lensjax.search.storage import Option, Storing, leaves_of
+from lensjax.search.tables import STORED, Tables
+
+# Part of a region's weight communication that nothing hides: the first of the calls of a trip.
+EXPOSED = 1 / 12
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One pattern with mesh sizes and a gather mode, ready to be solved.
+
+    kernels, blocking: seconds by region that no choice changes. options: of every group. moments: float [moments]
+    bytes alive that no choice changes; stored: float [moments, groups] bytes of stored buffers, unsplit by storage.
+    fixed: bytes that are always held; gathered: bytes of whole weights by group while layers run.
+    """
+
+    pattern: Pattern
+    sizes: tuple[int, ...]
+    again: bool
+    kernels: np.ndarray
+    blocking: np.ndarray
+    options: list[list[Option]]
+    moments: np.ndarray
+    stored: np.ndarray
+    fixed: float
+    gathered: np.ndarray
+
+    def seconds(self, chosen: list[int]) -> float:
+        net = sum((o[i].net for o, i in zip(self.options, chosen)), np.zeros(len(self.kernels)))
+        work = sum((o[i].work for o, i in zip(self.options, chosen)), np.zeros(len(self.kernels)))
+        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum())
+
+    def bytes(self, chosen: list[int]) -> float:
+        return self.fixed + float(self.by_moment(chosen).max())
+
+    def by_moment(self, chosen: list[int]) -> np.ndarray:
+        """Bytes at each moment."""
+        picked = [o[i] for o, i in zip(self.options, chosen)]
+        held = sum(o.held for o in picked)
+        live = sum(g * (1.0 if o.storage.params else 0.0) for g, o in zip(self.gathered, picked))
+        return self.moments + self.stored @ np.array([o.share for o in picked]) + held + live
+
+    @functools.cached_property
+    def bound(self) -> float:
+        """Seconds that no choice can undercut."""
+        net = sum((np.min([x.net for x in o], axis=0) for o in self.options), np.zeros(len(self.kernels)))
+        work = sum((np.min([x.work for x in o], axis=0) for o in self.options), np.zeros(len(self.kernels)))
+        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum())
+
+
+class Model:
+    """The inner model of a program on a cluster."""
+
+    def __init__(self, program: Program, t: Tables, links: Links):
+        self.program, self.t, self.links = program, t, links
+        self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
+        self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
+
+    def laid(self, pattern: Pattern) -> tuple[Laid, Storing]:
+        if pattern not in self._laid:
+            laid = lay(self.t, pattern)
+            leaves = leaves_of(self.t, self.program, Layout(self.t, pattern).spec)
+            self._laid[pattern] = laid, Storing(self.t, laid, leaves)
+        return self._laid[pattern]
+
+    def floor(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
+        """Seconds that no storage choice can undercut: kernels and what is sent between them."""
+        kernels, blocking, _ = self.fixed_parts(pattern, sizes)
+        return float((kernels + blocking).sum())
+
+    def fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
+        """(kernel seconds by region, blocking seconds by region, ways of each class)."""
+        if (pattern, sizes) not in self._parts:
+            self._parts[pattern, sizes] = self._fixed_parts(pattern, sizes)
+        return self._parts[pattern, sizes]
+
+    def _fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
+        t, (laid, _) = self.t, self.laid(pattern)
+        scale = np.log2(np.array(sizes, float))
+        ways = np.exp2(laid.classes @ scale)
+        arithmetic = t.kernel_seconds / np.exp2(laid.kernels @ scale)
+        traffic = t.kernel_bytes @ (1.0 / ways) / t.bandwidth
+        each = np.maximum(arithmetic, traffic) + t.kernel_launch
+        regions = len(t.regions)
+        kernels = np.bincount(t.kernel_region, weights=each * np.array(t.regions)[t.kernel_region], minlength=regions)
+        blocking = np.zeros(regions)
+        for s in laid.sent:
+            split = 2.0 ** sum(scale[m] for m in s.split)
+            blocking[s.region] += s.trips * float(self.links.seconds(s.op, sizes, s.axes, s.bytes / split))
+        return kernels, blocking, ways
+
+    def case(self, pattern: Pattern, sizes: tuple[int, ...], again: bool) -> Case:
+        t, (laid, storing) = self.t, self.laid(pattern)
+        kernels, blocking, ways = self.fixed_parts(pattern, sizes)
+        scale = np.log2(np.array(sizes, float))
+        stored_class = np.array([k == STORED for k, _ in t.classes])
+        moments = t.alive[:, ~stored_class] @ (1.0 / ways[~stored_class])
+        stored = np.zeros((len(t.alive), len(t.groups)))
+        for c in np.flatnonzero(stored_class):
+            stored[:, t.owner[c]] += t.alive[:, c]
+        batch = sum(n / ways[c] for c, n in t.batch_arguments)
+        gathered = np.zeros(len(t.groups))
+        for g, group in enumerate(t.groups):
+            elements = sum(np.prod(self.program.arguments[i].shape, dtype=float) for i in group.leaves)
+            trips = t.regions[group.forward] if group.layer is not None and again else 1
+            gathered[g] = elements * group.wire / 2.0 ** float(laid.weights[g] @ scale) / trips
+        options = storing.options(sizes, self.links, again)
+        return Case(pattern, sizes, again, kernels, blocking, options, moments, stored, t.fixed_bytes + batch, gathered)

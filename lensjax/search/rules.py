@@ -1,0 +1,150 @@
+"""A rule set under the tables: which mesh axes split every class of values, and what must be sent for it.
+
+A rule set is a list of (logical axis, mesh axes) in the order in which they claim mesh axes, as in a plan's activation
+rules. A mesh axis splits one dimension of a value. From the dimensions of a matmul's operands and of its result follows
+what has to move: an operand that lies otherwise than the matmul works is gathered or exchanged, a sum over a split
+dimension is reduced, and scattered where the result lies split (Megatron-LM's pairs and its sequence parallelism are
+the cases where little is left).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from lensjax.search.tables import STORED, Contraction, Dims, Tables
+
+Rule = tuple[int, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """`roles`: of each mesh axis, outermost first: "data", "expert", "sequence", "tensor". `rules`: see the module."""
+
+    roles: tuple[str, ...]
+    rules: tuple[Rule, ...]
+
+    def axes(self, *roles: str) -> tuple[int, ...]:
+        return tuple(i for i, r in enumerate(self.roles) if r in roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective of activations: `bytes` unsplit, divided by the sizes of the axes in `split` where it is sent; over
+    `axes`, `trips` times, in `region`."""
+
+    op: str
+    axes: tuple[int, ...]
+    split: tuple[int, ...]
+    bytes: float
+    trips: int
+    region: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A pattern applied to tables. bool arrays: `classes` [classes, axes] and `kernels` [kernels, axes] say which mesh
+    axes split them; `weights` [groups, axes] the same for a group's tensors by rule."""
+
+    pattern: Pattern
+    classes: np.ndarray
+    kernels: np.ndarray
+    weights: np.ndarray
+    sent: tuple[Sent, ...]
+
+
+def lay(t: Tables, pattern: Pattern) -> Laid:
+    layout = Layout(t, pattern)
+    width = len(pattern.roles)
+    classes = np.zeros((len(t.classes), width), bool)
+    for c, (kind, dims) in enumerate(t.classes):
+        if kind != STORED:
+            classes[c, layout.used(dims)] = True
+    kernels = np.zeros((len(t.kernel_axes), width), bool)
+    for k, dims in enumerate(t.kernel_axes):
+        kernels[k, layout.used(dims)] = True
+    weights = np.zeros((len(t.groups), width), bool)
+    for g, group in enumerate(t.groups):
+        weights[g, layout.used(t.argument_dims[group.leaves[0]])] = True
+    return Laid(pattern, classes, kernels, weights, tuple(layout.sent()))
+
+
+class Layout:
+    """Where a pattern's rules lay values: mesh axes of each dimension, and what matmuls have to send for it."""
+
+    def __init__(self, t: Tables, pattern: Pattern):
+        self.t, self.pattern = t, pattern
+        self.summed_by_groups = set(pattern.axes("data", "expert", "sequence"))
+        self.cache: dict[Dims, tuple[tuple[int, ...], ...]] = {}
+
+    def spec(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        """Mesh axes of each dimension."""
+        if dims not in self.cache:
+            entries: list[tuple[int, ...]] = [()] * len(dims)
+            taken: set[int] = set()
+            for axis, mesh in self.pattern.rules:
+                for d, dim in enumerate(dims):
+                    free = tuple(m for m in mesh if m not in taken)
+                    if free and dim and dim[0] == axis and not entries[d]:
+                        entries[d] = free
+                        taken.update(free)
+            self.cache[dims] = tuple(entries)
+        return self.cache[dims]
+
+    def used(self, dims: Dims) -> list[int]:
+        return [m for axes in self.spec(dims) for m in axes]
+
+    def sent(self) -> list[Sent]:
+        found: dict[tuple, Sent] = {}
+        for c in self.t.contractions:
+            for key, s in self.moves(c):
+                found.setdefault(key, s)
+        return list(found.values())
+
+    def moves(self, c: Contraction) -> list[tuple[tuple, Sent]]:
+        dims = self.dims
+        result = dims(c.result)
+        sums = [dims(c.operands[0])[d] for d in c.summed[0]]
+        work = self.spec((*result, *sums))
+        at = {m: d for d, axes in enumerate(work) for m in axes}  # mesh axis -> factor: result dimension, then sums
+        out: list[tuple[tuple, Sent]] = []
+        for v, pairs, summed in zip(c.operands, c.pairs, c.summed):
+            factor = {**pairs, **{d: len(result) + k for k, d in enumerate(summed)}}
+            own = {m: factor.get(d) for d, axes in enumerate(self.spec(dims(v))) for m in axes}
+            present = set(factor.values())
+            moved: dict[str, list[int]] = {}
+            for m, f in own.items():
+                if f is not None and at.get(m) == f:
+                    continue
+                moved.setdefault(
+                    "all_to_all" if at.get(m) in present and at.get(m) is not None else "all_gather", []
+                ).append(m)
+            for op, axes in moved.items():
+                rest = [m for m in own if m not in axes] if op == "all_gather" else list(own)
+                out.append(self.event(op, axes, rest, v, c.region, (v,)))
+        lies = {m: d for d, axes in enumerate(self.spec(result)) for m in axes}
+        moved = {}
+        for m, f in at.items():
+            if f >= len(result):
+                if not (c.weight and m in self.summed_by_groups):
+                    moved.setdefault("reduce_scatter" if m in lies else "all_reduce", []).append(m)
+            elif m in lies and lies[m] != f:
+                moved.setdefault("all_to_all", []).append(m)
+            elif m not in lies:
+                moved.setdefault("all_gather", []).append(m)
+        for op, axes in moved.items():
+            rest = list(lies) if op in ("all_reduce", "all_to_all") else [m for m in lies if m not in axes]
+            out.append(self.event(op, axes, rest, c.result, c.region, (c.result, "result")))
+        return out
+
+    def dims(self, v: int) -> Dims:
+        return self.t.value_dims[v]
+
+    def event(
+        self, op: str, axes: Sequence[int], split: Sequence[int], v: int, region: int, key: tuple
+    ) -> tuple[tuple, Sent]:
+        axes = tuple(sorted(axes))
+        sent = Sent(op, axes, tuple(sorted(split)), self.t.values[v].bytes, self.t.regions[region], region)
+        return (*key, op, axes, region), sent

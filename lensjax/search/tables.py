@@ -1,0 +1,404 @@
+"""Cost tables of a step: what every operation and buffer takes before anything is split, and along which logical axes.
+
+Made once for a program from its unsplit reading (`lensjax.partition.whole`). Under any mesh and any rules the seconds
+of a kernel, the bytes of a buffer and what a matmul must send follow by arithmetic (`inner`), a few thousand times
+faster than asking the partitioner.
+
+Values come in three kinds: *activations* carry an axis of the batch's arguments; *weights in use* (what a matmul reads,
+what its backward makes) are whole along the axes that split the batch; *stored* tensors (parameters, gradients and
+moments between the backward and the next step) are split as the plan stores them. Parameters that are stored and used
+alike (one layer stack, the same sizes) form one *group*: an unrolled network has as many groups as a scanned one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lensjax.cost.compute import multiplies, rate
+from lensjax.cost.memory import temporaries, workspace_of
+from lensjax.partition.axes import Dimension
+from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
+from lensjax.partition.flops import flops
+from lensjax.partition.fusion import ALIASES, FREE, Fusion, fuse, sources
+from lensjax.partition.text import integers, named_list
+from lensjax.partition.whole import Whole
+from lensjax.partition.work import Worker
+from lensjax.program.program import Program
+from lensjax.topology.cluster import Device
+
+Dims = tuple[Dimension, ...]
+ACTIVATION, USE, STORED, OTHER = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that one choice of storage is made for.
+
+    layer: index of their layer stack, None outside of one. leaves: argument indices. elements: of all leaves;
+    wire: bytes of an element as matmuls read it; forward, backward: regions where it is read first and last.
+    """
+
+    name: str
+    layer: int | None
+    leaves: tuple[int, ...]
+    wire: float
+    forward: int
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """A matmul or the like: how dimensions of operands and result meet.
+
+    `pairs[k]`: dimension of operand k -> dimension of the result; `summed[k]`: dimensions of operand k that are summed
+    over, in the order in which they meet. `weight`: it makes a weight's gradient (its partial sums are the group's).
+    """
+
+    operands: tuple[int, ...]
+    result: int
+    pairs: tuple[dict[int, int], ...]
+    summed: tuple[tuple[int, ...], ...]
+    region: int
+    weight: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Everything the inner model knows of a program on one kind of device. Classes are distinct (kind, dimensions) of
+    values; `dims[c]` and `kind[c]` describe class c, `owner[c]` its group if it is stored.
+
+    regions:   trips of each region; 0 is what is outside of loops.
+    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch;
+               `kernel_bytes`: [kernels, classes] bytes moved, unsplit.
+    stored_bytes: [groups] bytes that the optimizer moves, unsplit.
+    alive:     [moments, classes] bytes alive at each moment, unsplit.
+    fixed_bytes: of counters, keys and the like; batch_arguments: (class, bytes) of each.
+    value_dims, argument_dims: logical axes of values and arguments; sizes: of the axes; inputs: those of the batch's
+               arguments.
+    """
+
+    values: tuple[Value, ...]
+    classes: tuple[tuple[int, Dims], ...]
+    class_of: dict[int, int]
+    owner: tuple[int, ...]
+    regions: tuple[int, ...]
+    kernel_region: np.ndarray
+    kernel_seconds: np.ndarray
+    kernel_axes: tuple[Dims, ...]
+    kernel_launch: np.ndarray
+    kernel_bytes: np.ndarray
+    contractions: tuple[Contraction, ...]
+    groups: tuple[Group, ...]
+    stored_bytes: np.ndarray
+    alive: np.ndarray
+    fixed_bytes: float
+    batch_arguments: tuple[tuple[int, float], ...]
+    bandwidth: float
+    value_dims: tuple[Dims, ...]
+    argument_dims: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    inputs: frozenset[int]
+
+
+def tables(program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float) -> Tables:
+    """The tables of a program. `bandwidth`: bytes/s that kernels reach; `launch`: seconds between kernels."""
+    return _Maker(program, unsplit, device, bandwidth, launch).make()
+
+
+class _Maker:
+    def __init__(self, program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float):
+        self.program, self.whole, self.device = program, unsplit, device
+        self.bandwidth, self.launch = bandwidth, launch
+        self.values = unsplit.values
+        self.dims = self._padded()
+        invars = unsplit.body.arguments
+        self.inputs = frozenset(
+            a for i, x in enumerate(program.arguments) if x.role == "batch" for d in self.dims[invars[i]] for a in d
+        )
+        self.signature: dict[tuple, int] = {}
+        self.groups = self._groups()
+        self.classes: dict[tuple, int] = {}
+        self.class_of: dict[int, int] = {}
+        self.owner: list[int] = []
+        self.regions: list[int] = [1]
+        self.kernels: list[tuple] = []
+        self.contractions: list[Contraction] = []
+        self.stored = defaultdict(float)
+        self.read_in: dict[int, list[int]] = defaultdict(list)
+        self.wire: dict[int, float] = {}
+        self.used: set[int] = set()
+
+    def _padded(self) -> list[Dims]:
+        known = list(self.whole.dims)
+        return known + [((),) * len(v.shape) for v in self.values[len(known) :]]
+
+    # ---- groups -------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> list[tuple[str, int | None, list[int]]]:
+        stack = {p: n for n, layer in enumerate(self.program.layers) for p in layer.parameters}
+        found: dict[tuple, list[int]] = {}
+        for i in self.program.parameters:
+            a = self.program.arguments[i]
+            shape = a.shape[1:] if i in stack else a.shape
+            found.setdefault((stack.get(i), tuple(sorted(n for n in shape if n > 1)), str(a.dtype)), []).append(i)
+        groups = []
+        for (layer, shape, _), leaves in found.items():
+            number = len(groups)
+            self.signature.setdefault((layer is not None, shape), number)
+            groups.append((self.program.arguments[leaves[0]].path, layer, leaves))
+            if layer is None:
+                self.signature.setdefault(("plain", shape), number)
+            else:
+                self.signature.setdefault(("slice", shape), number)
+                self.signature.setdefault(("stack", shape, self.program.layers[layer].count), number)
+        return groups
+
+    def group_of(self, v: int, inside: bool) -> int | None:
+        """The group whose tensors a value without batch axes looks like, by its sizes: in a loop a slice of a stack
+        first, outside a whole stack."""
+        shape = tuple(n for n in self.values[v].shape if n > 1)
+        if not shape:
+            return None
+        slice_, plain = ("slice", tuple(sorted(shape))), ("plain", tuple(sorted(shape)))
+        stack = ("stack", tuple(sorted(shape[1:])), shape[0])
+        keys = (slice_, plain) if inside else (stack, plain, slice_)
+        return next((self.signature[k] for k in keys if k in self.signature), None)
+
+    # ---- classes ------------------------------------------------------------------------------------------------
+
+    def classify(self, v: int, inside: bool, stored: bool) -> int:
+        dims = self.dims[v]
+        if any(a in self.inputs for d in dims for a in d):
+            key: tuple = (ACTIVATION, dims)
+            group = -1
+        else:
+            found = self.group_of(v, inside)
+            group = -1 if found is None else found
+            key = (OTHER, dims) if found is None else (STORED, group) if stored else (USE, dims)
+        if key not in self.classes:
+            self.classes[key] = len(self.classes)
+            self.owner.append(group if key[0] == STORED else -1)
+        return self.classes[key]
+
+    # ---- walking ------------------------------------------------------------------------------------------------
+
+    def make(self) -> Tables:
+        body = self.whole.body
+        self.body(body, 0)
+        p = Partitioned({}, self.values, body, Region(1, ()), {}, 0)
+        alive = self.liveness(p)
+        rows = [np.zeros(len(self.classes)) for _ in self.kernels]
+        for row, k in zip(rows, self.kernels):
+            for c, n in k[4].items():
+                row[c] += n
+        groups = []
+        for g, (name, layer, leaves) in enumerate(self.groups):
+            regions = self.read_in.get(g) or [0]
+            wire = self.wire.get(g) or float(np.dtype(self.program.arguments[leaves[0]].dtype).itemsize)
+            groups.append(Group(name, layer, tuple(leaves), wire, min(regions), max(regions)))
+        invars = body.arguments
+        batch = tuple(
+            (self.classify(invars[i], False, False), self.values[invars[i]].bytes)
+            for i, a in enumerate(self.program.arguments) if a.role == "batch"
+        )  # fmt: skip
+        fixed = sum(a.nbytes for a in self.program.arguments if a.role in ("other", "key"))
+        width = len(self.classes)
+        return Tables(
+            values=tuple(self.values),
+            classes=tuple((k[0], k[1] if k[0] != STORED else ()) for k in self.classes),
+            class_of=self.class_of,
+            owner=tuple(self.owner),
+            regions=tuple(self.regions),
+            kernel_region=np.array([k[0] for k in self.kernels], int),
+            kernel_seconds=np.array([k[1] for k in self.kernels], float),
+            kernel_axes=tuple(k[2] for k in self.kernels),
+            kernel_launch=np.array([k[3] for k in self.kernels], float),
+            kernel_bytes=np.array([np.pad(r, (0, width - len(r))) for r in rows]).reshape(len(rows), width),
+            contractions=tuple(self.contractions),
+            groups=tuple(groups),
+            stored_bytes=np.array([self.stored[g] for g in range(len(groups))], float),
+            alive=np.pad(alive, ((0, 0), (0, width - alive.shape[1]))),
+            fixed_bytes=float(fixed),
+            batch_arguments=batch,
+            bandwidth=self.bandwidth,
+            value_dims=tuple(self.dims),
+            argument_dims=tuple(self.dims[v] for v in invars),
+            sizes=self.whole.sizes,
+            inputs=self.inputs,
+        )
+
+    def body(self, body: Body, region: int) -> None:
+        model = fuse(body, self.values)
+        inside = region > 0
+        for node in body.nodes:
+            if node.bodies:
+                for inner in node.bodies:
+                    self.regions.append(self.regions[region] * (node.trips or 1))
+                    self.body(inner, len(self.regions) - 1)
+                continue
+            if node.name in ALIASES or node.name in FREE:
+                continue
+            if node.outputs and not any(v in model.stored for v in node.outputs):
+                continue
+            self.kernel(node, model, region, inside)
+            self.contraction(node, region, inside)
+
+    def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
+        worker = Worker(self.values, ())
+        op = worker.operation(node, model, 1)
+        read = sources(node, self.values, model)
+        computes = multiplies(op) or node.name in ("stablehlo.gather", "stablehlo.scatter")
+        stored = not inside and not computes
+        moved = dict(read)
+        for v in node.outputs:
+            moved[v] = moved.get(v, 0.0) + self.values[v].bytes
+        total = sum(moved.values())
+        scale = op.bytes / total if total else 0.0
+        by_class: dict[int, float] = defaultdict(float)
+        only_stored = stored
+        for v, n in moved.items():
+            c = self.classify(v, inside, stored)
+            self.class_of.setdefault(v, c)
+            by_class[c] += n * scale
+            only_stored &= self.owner[c] >= 0
+        if only_stored and by_class:
+            for c, n in by_class.items():
+                self.stored[self.owner[c]] += n
+            return
+        axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
+        if node.name == "stablehlo.dot_general":
+            left = named_list("lhs_contracting_dimensions", node.attributes["dot_dimension_numbers"])
+            axes += [self.dims[node.inputs[0]][d] for d in left]
+        seconds = flops(node, self.values) / rate(op, self.device) if multiplies(op) else 0.0
+        self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class)))
+
+    # ---- what meets what ----------------------------------------------------------------------------------------
+
+    def contraction(self, node: Node, region: int, inside: bool) -> None:
+        maker = {
+            "stablehlo.dot_general": _dot, "stablehlo.convolution": _convolution, "stablehlo.reduce": _reduce,
+            "chlo.ragged_dot": _ragged, "stablehlo.gather": _lookup, "stablehlo.scatter": _lookup_backward,
+        }.get(node.name)  # fmt: skip
+        found = maker(node, self.values, self.dims) if maker is not None else None
+        if found is None:
+            return
+        operands, pairs, summed = found
+        result = node.outputs[0]
+        weight = self._is_weight(result, inside)
+        for v in operands:
+            if self._is_weight(v, inside):
+                self._note_use(v, region, inside)
+        if weight:
+            self._note_use(result, region, inside)
+        for v in (*operands, result):
+            self.class_of.setdefault(v, self.classify(v, inside, False))
+        self.contractions.append(Contraction(operands, result, pairs, summed, region, weight))
+
+    def _is_weight(self, v: int, inside: bool) -> bool:
+        active = any(a in self.inputs for d in self.dims[v] for a in d)
+        return not active and self.group_of(v, inside) is not None
+
+    def _note_use(self, v: int, region: int, inside: bool) -> None:
+        group = self.group_of(v, inside)
+        if group is not None:
+            self.read_in[group].append(region)
+            self.used.add(v)
+            own = element_bytes(self.values[v].dtype)
+            self.wire[group] = min(self.wire.get(group, own), own)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def liveness(self, p: Partitioned) -> np.ndarray:
+        buffers = temporaries(p, workspace_of(self.device))
+        moments = max((b.end for b in buffers), default=0) + 2
+        rows: dict[int, np.ndarray] = {}
+        for b in buffers:
+            if b.value < 0:
+                continue
+            inside = b.depth > 0
+            c = self.classify(b.value, inside, not inside and b.value not in self.used)
+            row = rows.setdefault(c, np.zeros(moments))
+            row[b.start] += b.size
+            row[b.end + 1] -= b.size
+        alive = np.zeros((moments, len(self.classes)))
+        for c, row in rows.items():
+            alive[:, c] = np.cumsum(row)
+        return alive[_undominated(alive)]
+
+
+def _undominated(alive: np.ndarray) -> np.ndarray:
+    """Moments at which some buffer is alive that is not at a moment with as much of everything: only these can be the
+    peak, however buffers shrink."""
+    _, first = np.unique(alive, axis=0, return_index=True)
+    order = first[np.argsort(-alive[first].sum(1), kind="stable")]
+    kept: list[int] = []
+    for t in order:
+        if not any((alive[k] >= alive[t]).all() for k in kept):
+            kept.append(int(t))
+    return np.array(sorted(kept), int)
+
+
+def _dot(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    text = node.attributes["dot_dimension_numbers"]
+    lb, rb, lc, rc = (
+        named_list(f"{side}_{kind}_dimensions", text) for kind in ("batching", "contracting") for side in ("lhs", "rhs")
+    )
+    left, right = node.inputs
+    lf = [d for d in range(len(values[left].shape)) if d not in lb and d not in lc]
+    rf = [d for d in range(len(values[right].shape)) if d not in rb and d not in rc]
+    n = len(lb)
+    lp = {d: i for i, d in enumerate(lb)} | {d: n + i for i, d in enumerate(lf)}
+    rp = {d: i for i, d in enumerate(rb)} | {d: n + len(lf) + i for i, d in enumerate(rf)}
+    return (left, right), (lp, rp), (tuple(lc), tuple(rc))
+
+
+def _convolution(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    sides = re.findall(r"\[([^\]]*)\]", node.attributes["dimension_numbers"])
+    image, kernel, out = (side.replace(" ", "").split(",") for side in sides[:3])
+    groups = (node.attributes.get(k, "1").split()[0] for k in ("batch_group_count", "feature_group_count"))
+    if any(g != "1" for g in groups):
+        return None  # what meets what is not a sum over one dimension
+    lp = {image.index("b"): out.index("b")}
+    rp = {kernel.index("o"): out.index("f")}
+    return tuple(node.inputs[:2]), (lp, rp), ((image.index("f"),), (kernel.index("i"),))
+
+
+def _reduce(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    gone = integers(node.attributes.get("dimensions", ""))
+    source = node.inputs[0]
+    left = [d for d in range(len(values[source].shape)) if d not in gone]
+    return (source,), ({d: i for i, d in enumerate(left)},), (tuple(gone),)
+
+
+def _ragged(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    left, right = node.inputs[:2]
+    if len(values[right].shape) != 3 or len(values[left].shape) != 2:
+        return None
+    return (left, right), ({0: 0}, {2: 1}), ((1,), (1,))
+
+
+def _lookup(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    """A lookup in a table: the dimensions of the table that are not in the result are summed over (each device looks up
+    its own rows, and the results are added)."""
+    table, result = node.inputs[0], node.outputs[0]
+    pairs = {}
+    for d, dim in enumerate(dims[table]):
+        at = [o for o, own in enumerate(dims[result]) if own == dim and dim]
+        if at:
+            pairs[d] = at[-1]
+    gone = tuple(d for d, dim in enumerate(dims[table]) if dim and d not in pairs)
+    return (table,), (pairs,), (gone,)
+
+
+def _lookup_backward(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
+    """Updates added into a table: summed over what the table does not have."""
+    updates, result = node.inputs[-1], node.outputs[0]
+    pairs = {d: list(dims[result]).index(dim) for d, dim in enumerate(dims[updates]) if dim and dim in dims[result]}
+    gone = tuple(d for d, dim in enumerate(dims[updates]) if dim and d not in pairs)
+    return (updates,), (pairs,), (gone,)

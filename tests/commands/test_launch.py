@@ -1,0 +1,95 @@
+"""`lensjax launch`: labels, exit statuses, signals, and the end of all when one dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lensjax.commands import launch
+
+SCRIPT = """
+import os, signal, sys, time
+rank = int(os.environ["LENSJAX_PROCESS"])
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+print("hello", rank, os.environ.get("XLA_FLAGS"), sys.argv[1:])
+print("[Gloo] Rank is connected")
+print("to stderr", file=sys.stderr)
+if what == "die" and rank == 1:
+    sys.exit(7)
+if what == "signal" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: (print("told", rank), sys.exit(3)))
+    print("ready")
+if what:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments, json_too=False):
+        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        command = [sys.executable, "-c", "import sys; from lensjax import cli; from lensjax.commands import launch; "]
+        command[-1] += "launch.GRACE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+        options = ["launch", *(["--json"] if json_too else []), "--processes", "3", "--devices", "4", str(script)]
+        return subprocess.Popen(
+            [*command, *options, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return run
+
+
+def test_every_line_is_labelled_and_the_processes_have_their_devices(start):
+    worker = start()
+    out, err = worker.communicate(timeout=60)
+    lines = sorted(out.splitlines())
+    assert worker.returncode == 0, err
+    assert lines == [f"[{r}] hello {r} --xla_force_host_platform_device_count=4 []" for r in range(3)]
+    assert sorted(err.splitlines()) == [f"[{r}] to stderr" for r in range(3)]
+
+
+@pytest.mark.parametrize("how, status", [("die", 7), ("signal", 137)])
+def test_one_that_dies_ends_all_with_its_status(start, how, status):
+    worker = start(how)
+    out, _ = worker.communicate(timeout=60)
+    assert worker.returncode == status and f"process 1 ended with status {status}" in out
+
+
+def test_signals_are_passed_on(start):
+    worker = start("wait")
+    ready = 0
+    while ready < 3:
+        ready += "ready" in worker.stdout.readline()
+    worker.send_signal(signal.SIGTERM)
+    out, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 3 and {f"[{r}] told {r}" for r in range(3)} <= set(out.splitlines())
+
+
+def test_json_is_one_object(start):
+    worker = start("die", json_too=True)
+    out, err = worker.communicate(timeout=60)
+    found = json.loads(out)
+    assert found["status"] == 7 and found["processes"][1] == {"process": 1, "status": 7} and "[0] hello 0" in err
+
+
+def test_the_names_are_those_that_connect_reads():
+    from lensjax.execute import processes
+
+    assert (launch._COORDINATOR, launch._COUNT, launch._RANK) == (
+        processes.COORDINATOR, processes.COUNT, processes.RANK,
+    )  # fmt: skip
+
+
+def test_a_wrong_command_line(tmp_path, capsys):
+    from lensjax.cli import main
+
+    assert main(["launch", "--processes", "2", str(tmp_path / "none.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert main(["launch", "--processes", "0", __file__]) == 2
