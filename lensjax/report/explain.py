@@ -13,6 +13,7 @@ from rich.text import Text
 from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
+from lensjax.report.alike import alike
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
@@ -29,13 +30,16 @@ def render(*items: Any, width: int = 120) -> str:
 
 
 def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> str:
-    """What was chosen, against every candidate, and why, as text."""
-    return render(*explanation(program, choice, notices))
+    """What was chosen, against every candidate, and why, and what is not split, as text."""
+    return render(*explanation(program, choice, notices), *map(Flow, map(str, alike(program, choice.plan))))
 
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
-    parts = [headline(program, choice), table(choice), refused(choice), reasons(choice), leaves(program, choice.plan)]
+    parts = [
+        headline(program, choice), table(choice), refused(choice), reasons(choice), held(choice),
+        leaves(program, choice.plan),
+    ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
 
@@ -86,6 +90,28 @@ def table(choice: Choice) -> Table:
             "yes" if c.fits(choice.memory) else "no",
             *[size(p.tiers.get(t, 0.0)) for t in tiers],
         )
+    return out
+
+
+# What holds memory, in the order of the table; what the scorer calls otherwise is summed up as "other".
+_KINDS = ("parameter", "optimizer", "results", "activations", "communication", "temporaries")
+
+
+def held(choice: Choice) -> Table | None:
+    """What holds memory at the peak, in the chosen plan and in each preset: where they differ."""
+    rows = [c for c in choice.candidates if c.plan is not None and c.plan.predicted is not None]
+    rows = [c for c in rows if not c.searched or c.plan == choice.plan]
+    if len(rows) < 2:
+        return None
+    out = Table("bytes at the peak", *_KINDS, "other", box=None, pad_edge=False)
+    out.columns[0].overflow = "fold"
+    for column in out.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for c in rows:
+        memory = c.plan.predicted.memory  # type: ignore[union-attr]
+        other = sum(v for k, v in memory.items() if k not in _KINDS)
+        mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
+        out.add_row(c.name + mark, *[size(memory.get(k, 0.0)) for k in _KINDS], size(other))
     return out
 
 
@@ -204,6 +230,7 @@ def explain_trace(program: Program) -> str:
             f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)"
             for layer in program.layers
         ),
+        *(f"layers: {u.count} x {u.name} (unrolled)" for u in program.unrolled),
     ]
     if program.captured:
         total = sum(a.nbytes for a in program.arguments if a.role == "constant")
