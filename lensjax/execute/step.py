@@ -20,16 +20,17 @@ import jax
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.execute import extra
-from lensjax.execute.arguments import split_arrays, split_init
+from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
 from lensjax.execute.checkpoint import Checkpoints
 from lensjax.execute.checks import advice, another, check_alive, check_state, traced
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
+from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
-from lensjax.execute.planning import Options, agreed_plan
+from lensjax.execute.planning import Options, agreed_plan, cluster_for
 from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
@@ -106,7 +107,14 @@ class Step(Planned):
             return self._run(*args, **kwargs)
         except (OtherSignature, ValueError, TypeError, RuntimeError) as e:
             failure = e
+        self._check_memory(self._run, args, kwargs, failure)
         return self._again(args, kwargs, failure)
+
+    def _check_memory(self, executable: Executable, args: Any, kwargs: Any, failure: Exception) -> None:
+        """Raises OutOfMemory, with what is held and what would fit, where that is the failure."""
+        if ran_out(failure):
+            leaves = jax.tree.leaves((args, kwargs))
+            raise told(executable.emitted, cluster_for(self._options.cluster), failure, leaves) from failure
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = flatten_call(self._fn, args, kwargs)
@@ -139,8 +147,13 @@ class Step(Planned):
         leaves = executable.leaves(args, kwargs)
         assert leaves is not None
         executable.prepare(leaves)  # the state is still the user's
+        executable.elsewhere.update(i for i, x in enumerate(leaves) if executable.comes_elsewhere(i, x))
         args, kwargs = self._placed(executable, leaves)
-        result = run(executable, args, kwargs)
+        try:
+            result = run(executable, args, kwargs)
+        except RuntimeError as e:
+            self._check_memory(executable, args, kwargs, e)
+            raise
         if executable not in self._ready:
             self._ready.append(executable)
         self._run = executable
@@ -257,12 +270,12 @@ class Step(Planned):
         shardings, tree = jax.tree.flatten(state_shardings(self.program, self.plan, device_mesh(self.plan.mesh), state))
         return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
 
-    def _analyze_init(self, readings: Sequence[tuple[Any, ...]]) -> Program:
+    def _analyze_init(self, readings: Sequence[Reading]) -> Program:
         """The program of the first reading of state and batch that the step can be traced with."""
         failures = []
-        for arguments in readings:
+        for args, kwargs in readings:
             try:
-                return self._analyze(*self._taken(arguments, {}))
+                return self._analyze(*self._taken(args, kwargs))
             except Exception as e:  # the user's own code, given arguments that may not be meant so
                 failures.append(e)
         raise failures[0]
