@@ -10,6 +10,9 @@ from lensjax.passes.emit import emit
 from lensjax.plan.plan import Axis, MeshPlan, Micro, Plan, Reduce, Rules
 from lensjax.program.program import Program, analyze
 
+# Programs that run once: compile fast, whatever comes out.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 def micro(count: int, devices: int = 1, share: int | None = None) -> Plan:
     """Micro-batches on `devices` that split the batch."""
@@ -37,8 +40,14 @@ def run(p: Program, plan: Plan, reduce=None) -> list[np.ndarray]:
     mesh = device_mesh(plan.mesh, jax.devices()[: plan.mesh.size])
     emitted = emit(p, plan, mesh) if reduce is None else emit(p, plan, mesh, reduce)
     assert not emitted.notes, emitted.notes
-    jitted = jax.jit(emitted.run, in_shardings=list(emitted.arguments), out_shardings=list(emitted.results))
+    shardings = {"in_shardings": list(emitted.arguments), "out_shardings": list(emitted.results)}
+    jitted = jax.jit(emitted.run, compiler_options=QUICK, **shardings)
     return numbers(jitted(*p.call.leaves, *p.captured))
+
+
+def plain(step, *args, **kwargs) -> list[np.ndarray]:
+    """The whole step's flat results, on one device."""
+    return numbers(jax.tree.leaves(jax.jit(step, compiler_options=QUICK)(*args, **kwargs)))
 
 
 def numbers(leaves) -> list[np.ndarray]:

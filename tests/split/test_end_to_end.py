@@ -18,7 +18,7 @@ from lensjax.search.presets import preset
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.devices import missing
 from tests.same_numbers import difference
-from tests.split.harness import micro, nodes, numbers, run
+from tests.split.harness import micro, nodes, plain, run
 from tests.zoo import FAMILIES
 
 needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
@@ -133,7 +133,7 @@ def traced(name):
     if family.form == "modules":
         pure = InPlace(fn)
         (args, named), fn = pure.take(args, {}).tree, pure.pure
-    return analyze(fn, args, named, **family.options), lambda: jax.jit(fn)(*args, **named)
+    return analyze(fn, args, named, **family.options), lambda: plain(fn, *args, **named)
 
 
 # Families that do not split, and those whose shares need several totals first.
@@ -142,7 +142,7 @@ NORMS = {"cnn_batchnorm", "resnet", "nnx_cnn_batchnorm"}
 
 
 def check_family(name, plan):
-    p, plain = traced(name)
+    p, whole = traced(name)
     verdict = p.split.micro if plan.micro != Micro() else p.split.node
     if name in CROSS:
         assert not verdict and verdict.reason
@@ -153,7 +153,7 @@ def check_family(name, plan):
     assert verdict, f"{name}: {verdict}"
     gradients = [i for i, path in enumerate(p.result_paths) if "grads" in path.split("/")]
     assert gradients
-    mine, expected = run(p, plan), numbers(jax.tree.leaves(plain()))
+    mine, expected = run(p, plan), whole()
     largest = max(np.abs(expected[i]).max() for i in gradients)
     worst = max(np.abs(mine[i] - expected[i]).max() for i in gradients) / largest
     assert worst <= (2e-6 if FAMILIES[name].dtype == "float32" else 2e-2), f"{name}: {worst:.1e}"

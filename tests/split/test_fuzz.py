@@ -1,7 +1,6 @@
 """Random losses over a batch: whatever the analysis accepts is exact.
 
-Programs run operation by operation (compiled operations are shared between the losses), in two uneven shares; every
-tenth accepted one over nodes as well, compiled.
+In two uneven shares, and every third accepted one over two nodes.
 """
 
 import collections
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lensjax.execute.place import device_mesh
-from lensjax.passes.emit import emit
-from tests.split.harness import apart, micro, nodes, numbers, program, run
+from tests.split.harness import apart, micro, nodes, plain, program, run
 
 N, D = 8, 6
 
@@ -100,20 +97,19 @@ def check(seeds) -> collections.Counter:
             found["node" if p.split.node else "refused"] += 1
             if not p.split.node:
                 continue
-            expected = numbers(jax.tree.leaves(step(*args)))
+            expected = plain(step, *args)
             if p.split.micro:
                 found["micro"] += 1
-                emitted = emit(p, plan, device_mesh(plan.mesh, jax.devices()[:1]))
-                error = apart(numbers(emitted.run(*p.call.leaves)), expected)
+                error = apart(run(p, plan), expected)
                 assert error <= 1e-9, f"seed {seed} {names}: {error:.1e} in micro-batches"
-            if found["node"] % 10 == 1:
+            if not p.split.micro or found["node"] % 3 == 1:
                 error = apart(run(p, nodes(2)), expected)
                 assert error <= 1e-9, f"seed {seed} {names}: {error:.1e} over nodes"
     return found
 
 
 def test_a_few_random_losses():
-    assert check(range(1000, 1003))["node"] >= 1
+    assert check(range(1000, 1002))["node"] >= 1
 
 
 @pytest.mark.slow

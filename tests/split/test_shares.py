@@ -10,7 +10,7 @@ import pytest
 from lensjax._errors import PlanError
 from lensjax.passes import shares as shares_module
 from lensjax.passes.draw import Draw
-from tests.split.harness import apart, micro, nodes, numbers, program, run
+from tests.split.harness import apart, micro, nodes, plain, program, run
 from tests.split.losses import LOSSES, MICRO, NODE, arguments, step_of
 
 EXACT = 1e-9
@@ -21,7 +21,7 @@ def whole(name: str):
     """(program, flat results of the plain step) in float64."""
     with jax.enable_x64(True):
         step, args = step_of(LOSSES[name]), arguments()
-        return program(step, args), numbers(jax.tree.leaves(jax.jit(step)(*args)))
+        return program(step, args), plain(step, *args)
 
 
 def check(name: str, *plans) -> None:
@@ -109,7 +109,7 @@ def test_per_example_results_sums_and_states_come_back():
 
     w, b = arguments()
     args = ((w, jnp.int32(3)), b)
-    p, expected = program(step, args), numbers(jax.tree.leaves(jax.jit(step)(*args)))
+    p, expected = program(step, args), plain(step, *args)
     assert apart(run(p, micro(3)), expected) <= 1e-6
     assert apart(run(p, nodes(2, 2)), expected) <= 1e-6
 
