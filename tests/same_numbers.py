@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +74,16 @@ def reference(family: str, steps: int = 2):
     return out, data
 
 
-def compare(family: str, plan: str, cluster: str = "cpu:8", steps: int = 2, dtype: str = "float32") -> list[Difference]:
-    """Runs `steps` steps of a family under a plan, each from the reference's state; returns the differences."""
+def compare(
+    family: str,
+    plan: str,
+    cluster: str = "cpu:8",
+    steps: int = 2,
+    dtype: str = "float32",
+    keep: Callable[[Any], None] = lambda step: None,
+) -> list[Difference]:
+    """Runs `steps` steps of a family under a plan, each from the reference's state; returns the differences. `keep`
+    receives the decorated step."""
     made = FAMILIES[family].make(with_grads=True)
     step = lensjax.parallelize(made.step, plan=plan, cluster=cluster, **FAMILIES[family].options)
     expected, data = reference(family, steps)
@@ -83,6 +93,7 @@ def compare(family: str, plan: str, cluster: str = "cpu:8", steps: int = 2, dtyp
         state = put(family, state, before)
         state, mine = FAMILIES[family].call(step, state, data)
         found.append(difference(mine, metrics))
+    keep(step)
     assert_close(found, dtype, f"{family} under {plan}")
     return found
 

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ..."
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after that long with the best so far")
+    parser.add_argument("--judge", action="store_true", help="compile the last few candidates and decide by that")
     parser.add_argument(
         "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
     )
@@ -51,7 +52,14 @@ def run(args: argparse.Namespace) -> Result:
         if args.explain:
             find(program, args.explain)  # a wrong path is said before the search, not after it
         start = time.perf_counter()
-        options = Options(plan=args.plan, memory=args.memory, report=progress, search=args.search, budget=args.budget)
+        options = Options(
+            plan=args.plan,
+            memory=args.memory,
+            report=progress,
+            search=args.search,
+            budget=args.budget,
+            judge=args.judge,
+        )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:
@@ -91,4 +99,5 @@ def _row(c: Any, memory: float) -> dict[str, Any]:
         "fits": c.fits(memory),
         "reason": c.reason or None,
         "model_s": c.inner_s,
+        "compiled_s": c.judged.step_s if c.judged else None,
     }

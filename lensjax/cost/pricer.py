@@ -14,6 +14,7 @@ from jax.extend import core as jcore
 from jax.sharding import PartitionSpec
 
 from lensjax import _jax
+from lensjax.cost.price import lowered_for
 from lensjax.cost.score import score
 from lensjax.partition import Partitioned, Template, partition, template
 from lensjax.passes.emit import Emitted, abstract_mesh, emit, lower
@@ -50,18 +51,20 @@ class Pricer:
         return self._partitioned(emit(self.program, plan, abstract_mesh(plan)), plan)
 
     def _partitioned(self, emitted: Emitted, plan: Plan) -> Partitioned:
+        platform = lowered_for(plan, self.cluster)
         if emitted.pinned is None or any(e.primitive.name == "shard_map" for e in all_equations(self.program.jaxpr)):
-            return partition(lower(emitted, "cpu"))  # a loop over shares; or its mesh is part of the program
+            return partition(lower(emitted, platform))  # a loop over shares; or its mesh is part of the program
         marked = _Marked(emitted)
-        if marked.structure not in self._templates:
-            source = template(lower(marked.emitted, "cpu"))
+        key = (platform, marked.structure)
+        if key not in self._templates:
+            source = template(lower(marked.emitted, platform))
             # Where equal constraints of one value were merged, another plan's cannot be written apart.
             whole = set(source.marks) == set(marked.specs)
-            self._templates[marked.structure] = source if whole else None
+            self._templates[key] = source if whole else None
             return partition(source)
-        source = self._templates[marked.structure]
+        source = self._templates[key]
         if source is None:
-            return partition(lower(emitted, "cpu"))
+            return partition(lower(emitted, platform))
         return partition(
             source,
             mesh=plan.mesh.shape,

@@ -34,7 +34,9 @@ class OtherSignature(Exception):
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
     `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then.
-    `several`: there are other processes. `store`: the step's hidden state (see `execute.extra`)."""
+    `several`: there are other processes. `store`: the step's hidden state (see `execute.extra`). `elsewhere`: batch
+    leaves that were found committed to other devices: a loader that puts them there does so at every call, so every
+    call moves them."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -45,6 +47,7 @@ class Executable:
     numerics: tuple[Any, ...]
     several: bool
     store: dict[str, Any] = dataclasses.field(default_factory=dict)
+    elsewhere: set[int] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -87,6 +90,11 @@ class Executable:
             return isinstance(leaf, bool | int | float | complex)
         return not (isinstance(leaf, jax.Array) and leaf.committed)
 
+    def comes_elsewhere(self, i: int, leaf: Any) -> bool:
+        """Whether argument `i`, no state, is committed to devices that the executable does not take it from."""
+        other = self.emitted.program.arguments[i].result is None and isinstance(leaf, jax.Array) and leaf.committed
+        return other and not self.several and not leaf.sharding.is_equivalent_to(self.emitted.arguments[i], leaf.ndim)
+
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step. Raises CompileError."""
@@ -100,7 +108,7 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
-        if self.direct and not self.several:
+        if self.direct and not self.several and not self.elsewhere:
             if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
             return self.jitted(*args)
@@ -109,8 +117,10 @@ class Executable:
             raise OtherSignature
         if self.several:
             leaves = [self._everywhere(i, x) for i, x in enumerate(leaves)]
-            if self.direct:
-                return self.jitted(*self.emitted.program.call.rebuild(leaves)[0])
+        elif self.elsewhere:
+            leaves = [place(x, self.emitted.arguments[i]) if i in self.elsewhere else x for i, x in enumerate(leaves)]
+        if self.direct:
+            return self.jitted(*self.emitted.program.call.rebuild(leaves)[0])
         if not self.emitted.extra:
             return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
         results = self.jitted(*leaves, *self.captured, *extra.take(self.store, self.emitted.extra))

@@ -78,7 +78,7 @@ def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str
     number: dict[str, list[int]] = {}
     for i, name in enumerate(program.logical.names):
         number.setdefault(name, []).append(i)
-    if unknown := [name for name in rules if name not in number]:
+    if unknown := [name for name, axes in rules.items() if axes and name not in number]:
         raise PlanError(
             f"the plan has a rule for the logical axis {unknown[0]!r}, which the program does not have",
             hint="the plan was made for another program: plan again",

@@ -150,12 +150,22 @@ def _batch(fn: Callable, traced: Traced, matches: Matches, keys: Collection[int]
             v in needed for i, v in enumerate(inner.invars) if i not in batch.axes and v.aval.shape
         )
 
-    try:
-        return find_batch(fn, traced, others, unused, told, accept)
-    except BatchError:
-        if told is not None or len(others) == len(outside):
-            raise
-        return find_batch(fn, traced, outside, unused, told, accept)
+    # A batch may hold keys, one for each example: tried when nothing without them is the batch.
+    many = [i for i in sorted(keys - set(matches.state)) if _several(inner.invars[i].aval)]
+    attempts = [others] + ([outside] if len(others) < len(outside) else []) + ([[*outside, *many]] if many else [])
+    attempts = attempts[:1] if told is not None else attempts
+    for candidates in attempts[:-1]:
+        try:
+            return find_batch(fn, traced, candidates, unused, told, accept)
+        except BatchError as e:
+            if "more than one group" in e.message:
+                raise
+    return find_batch(fn, traced, attempts[-1], unused, told, accept)
+
+
+def _several(aval: Any) -> bool:
+    """Whether a key argument holds several keys, along its first dimension."""
+    return len(aval.shape) > (0 if is_key(aval) else 1)
 
 
 def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matches: Matches, keys: set[int]) -> Program:
@@ -183,8 +193,8 @@ def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matches: Match
         else:
             path = traced.call.paths[i]
             role = (
-                "key" if i in keys
-                else "batch" if i in batch.axes
+                "batch" if i in batch.axes
+                else "key" if i in keys
                 else "parameter" if i in parameters
                 else "optimizer" if i in ties
                 else "other"
@@ -228,15 +238,7 @@ def _told_axes(call: Call, args: tuple[Any, ...], argnums: Sequence[int] | None,
         leaves = jax.tree.leaves(arg)
         wanted = [None] * len(leaves)
         if n in argnums:
-            prefix = per_arg[argnums.index(n)]
-            wanted = jax.tree.leaves(
-                jax.tree.map(
-                    lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=lambda x: x is None
-                )
-                if not isinstance(prefix, int)
-                else jax.tree.map(lambda _, axis=prefix: axis, arg),
-                is_leaf=lambda x: x is None,
-            )
+            wanted = _axes_of(per_arg[argnums.index(n)], arg, n)
         for axis in wanted:
             if not next(dynamic):
                 continue
@@ -249,6 +251,23 @@ def _told_axes(call: Call, args: tuple[Any, ...], argnums: Sequence[int] | None,
     if not told:
         raise BatchError(f"batch_argnums {tuple(argnums)} names no array")
     return told
+
+
+def _axes_of(prefix: Any, arg: Any, n: int) -> list[int | None]:
+    """The batch axis of each leaf of argument `n`, from a pytree prefix of integers and None."""
+    missing = lambda x: x is None
+    try:
+        return jax.tree.leaves(
+            jax.tree.map(lambda axis, sub: jax.tree.map(lambda _: axis, sub), prefix, arg, is_leaf=missing),
+            is_leaf=missing,
+        )
+    except (ValueError, TypeError) as e:
+        found, expected = jax.tree.structure(prefix, is_leaf=missing), jax.tree.structure(arg)
+        raise BatchError(
+            f"batch_axes does not have the structure of argument {n}: {found} for {expected}",
+            hint="give one integer for the whole argument, or a tree like it with an integer (None: not batched) in "
+            "place of each array; one such entry for each of batch_argnums",
+        ) from e
 
 
 def _digest(jaxpr: Any, h: Any) -> None:

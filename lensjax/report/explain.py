@@ -13,9 +13,11 @@ from rich.text import Text
 from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
+from lensjax.report.alike import alike
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
+from lensjax.search.judged import disagreement
 
 
 def render(*items: Any, width: int = 120) -> str:
@@ -28,8 +30,8 @@ def render(*items: Any, width: int = 120) -> str:
 
 
 def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> str:
-    """What was chosen, against every candidate, and why, as text."""
-    return render(*explanation(program, choice, notices))
+    """What was chosen, against every candidate, and why, and what is not split, as text."""
+    return render(*explanation(program, choice, notices), *map(Flow, map(str, alike(program, choice.plan))))
 
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
@@ -141,7 +143,23 @@ def reasons(choice: Choice) -> Flow | None:
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
             lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
     lines += searched(choice)
+    lines += compiled(choice)
     return Flow("\n".join(lines)) if lines else None
+
+
+def compiled(choice: Choice) -> list[str]:
+    """What the compiled schedules of the last candidates say, against what was predicted."""
+    lines = []
+    for c in choice.candidates:
+        apart = disagreement(c)
+        if c.judged is not None and apart is not None:
+            lines.append(
+                f"compiled, {c.name} takes {duration(c.judged.step_s)} (predicted {duration(c.step_s)}: {apart:+.0%}) "
+                f"and holds {size(c.judged.peak_bytes)}"
+            )
+        elif c.plan is not None and c.reason:
+            lines.append(f"{c.name}: {c.reason}")
+    return lines
 
 
 def searched(choice: Choice) -> list[str]:
@@ -212,6 +230,7 @@ def explain_trace(program: Program) -> str:
             f"layers: {layer.count} x {layer.name} ({len(layer.parameters)} stacked tensors)"
             for layer in program.layers
         ),
+        *(f"layers: {u.count} x {u.name} (unrolled)" for u in program.unrolled),
     ]
     if program.captured:
         total = sum(a.nbytes for a in program.arguments if a.role == "constant")

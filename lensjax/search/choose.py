@@ -18,10 +18,12 @@ from lensjax._units import size
 from lensjax.cost.pricer import Pricer
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
+from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
-from lensjax.plan.plan import Plan
+from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program
 from lensjax.search.build import NAMES, SEARCHED
+from lensjax.search.levels import levels
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -30,17 +32,20 @@ from lensjax.topology.cluster import Cluster
 
 # How often a search is repeated with less memory when the partitioner finds more than the inner model did.
 ROUNDS = 3
+# Plans that do not fit, fastest first, that are tried with recompute and offload.
+RECOMPUTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A plan with its price (`plan.predicted`), or the reason why it does not apply. `inner_s`: seconds of the search's
-    own model, None where it was not asked."""
+    own model, None where it was not asked; `judged`: what a judge predicts that was passed in (see `judged`)."""
 
     name: str
     plan: Plan | None
     reason: str = ""
     inner_s: float | None = None
+    judged: Predicted | None = None
 
     @property
     def searched(self) -> bool:
@@ -135,6 +140,7 @@ def choose(
     candidates = price_all(makers, pricer, progress, stop)
     found, proposal = _search(problem, pricer, propose, candidates, progress)
     candidates = sorted([*found, *candidates], key=_rank)
+    candidates = sorted([*candidates, *_with_levels(candidates, pricer, limit, stop)], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -212,8 +218,8 @@ def _content(plan: Plan) -> str:
 
 
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
-    if proposal.bound is None or c.plan is None:
-        return c
+    if proposal.bound is None or c.plan is None or c.plan.layers:
+        return c  # the search's own model does not know recompute
     try:
         solution = solution_of(problem, c.plan)
     except PlanError:
@@ -225,6 +231,23 @@ def _gap(best: Candidate, proposal: Proposal) -> float | None:
     if proposal.bound is None or best.inner_s is None or not 0 < proposal.bound < math.inf:
         return None
     return max(0.0, best.inner_s / proposal.bound - 1)
+
+
+def _with_levels(
+    candidates: Sequence[Candidate], pricer: Pricer, limit: float, stop: Callable[[], bool]
+) -> list[Candidate]:
+    """The fastest plans that do not fit, with levels under which they do; those slower than one that fits are left."""
+    best = min((c.step_s for c in candidates if c.fits(limit)), default=math.inf)
+    large = [c for c in candidates if c.plan is not None and not c.fits(limit) and c.step_s < best]
+    out = []
+    for c in large[:RECOMPUTED]:
+        assert c.plan is not None
+        made = levels(pricer.program, c.plan, pricer.cluster, limit, pricer) if not stop() else None
+        if made is not None:
+            kinds = "+".join(sorted({p.kind for text in made.layers.values() for p in parse(text)} - {"keep"}))
+            name = f"{c.name} with {kinds}"
+            out.append(Candidate(name, dataclasses.replace(made, name=name)))
+    return out
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
@@ -248,15 +271,14 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     plan = nearest.plan
     assert plan is not None and plan.predicted is not None
     over = plan.predicted.peak_bytes - limit
-    parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
+    parts = sorted(((k, v) for k, v in plan.predicted.memory.items() if k != "host"), key=lambda kv: -kv[1])
     parts_held = ", ".join(f"{k} {size(v)}" for k, v in parts if v > 0)
     largest = "\n".join(f"    {path}: {size(held)}" for path, held in largest_leaves(program, plan))
     return DoesNotFit(
         f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
         f"  the largest state tensors per device:\n{largest}",
-        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
-        "layers); "
+        hint="use more devices, or a smaller batch or sequence (recomputing the layers was tried, and is not enough); "
         + (
             f"memory={plan.predicted.peak_bytes:.3g} takes {nearest.name} all the same"
             if nearest.searched
