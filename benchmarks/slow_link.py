@@ -1,6 +1,6 @@
 """Gradients over a real slow link: ours (flat, hierarchical, each codec) beside PyTorch DDP, interleaved in one run.
 
-    python benchmarks/slow_link.py --rate 100mbit [--rate 50mbit ...] [--rounds 4] [--steps 2] [--json FILE] [--png FILE]
+    python benchmarks/slow_link.py --rate 100mbit [--rate 50mbit ...] [--rounds 4] [--steps 2] [--json F] [--png F]
 
 Two network namespaces on this machine, joined by a veth pair whose rate `tc tbf` limits each way; one JAX process in
 each with four emulated devices and gloo between them, and one PyTorch process in each. All methods train the same
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,9 +41,8 @@ class Pair:
 
     def __init__(self, names: list[str], python: str, script: str, port: int):
         address = f"{netns.ADDRESS}.1:{port}"
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": ""}
-        env.pop("GLOO_SOCKET_IFNAME")
-        self.logs = [open(f"/tmp/slow_link_{script}_{i}.log", "w+") for i in (0, 1)]  # noqa: SIM115
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.logs = [open(f"/tmp/slow_link_{script}_{i}.log", "w+") for i in (0, 1)]
         self.runs = []
         for i, name in enumerate(names):
             inside = ["sh", "-c", 'hostname "$0" && exec "$@"', name, python, str(ROOT / "benchmarks" / script), str(i)]
@@ -52,7 +52,8 @@ class Pair:
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.logs[i],
                 )
             )  # fmt: skip
-        self.methods = [self._answer(i) for i in (0, 1)][0]["ready"]
+        self.methods = self._answer(0)["ready"]
+        self._answer(1)
 
     def turn(self, method: str, start: int, steps: int) -> dict[str, Any]:
         for run in self.runs:
@@ -126,7 +127,8 @@ def measure(pairs: list[Pair], rates: list[str], names: list[str], rounds: int, 
 
 
 def table(rows: list[dict]) -> str:
-    head = f"{'rate':>9} {'method':<19} {'step':>9} {'reduction':>10} {'x flat':>7} {'MB/step':>8} {'loss':>7} {'at time':>8}"
+    head = f"{'rate':>9} {'method':<19} {'step':>9} {'reduction':>10} {'x flat':>7} {'MB/step':>8} {'loss':>7} "
+    head += f"{'at time':>8}"
     lines = [head, "-" * len(head)]
     for row in rows:
         flat = next(r for r in rows if r["rate"] == row["rate"] and r["method"] == "flat")
@@ -187,6 +189,7 @@ def main() -> None:
     rates = args.rate or ["100mbit"]
     if reason := netns.missing():
         raise SystemExit(f"no slow link can be made here: {reason}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     say = lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
     without = has_torch(args.torch_python)
     with contextlib.ExitStack() as stack:

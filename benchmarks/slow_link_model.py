@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-LAYERS, WIDTH, HEADS, VOCAB, SEQ, BATCH = 3, 256, 4, 256, 32, 16
+LAYERS, WIDTH, HEADS, VOCAB, SEQ, BATCH = 3, 256, 4, 256, 16, 16
 RATE, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8  # Adam
 
 

@@ -20,7 +20,6 @@ CLUSTER = machine.emulate(hosts=2, devices=4)
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -124,15 +123,9 @@ def held_out_loss(params, valid: np.ndarray) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="training steps (default 300)")
-    parser.add_argument("--check", action="store_true", help="replay every step on one device; status 1 if they differ")
-    parser.add_argument("--plan", metavar="PLAN", help="a preset such as dp, fsdp or dp=2,tp=4, or a plan file")
+    parser = loop.options(__doc__, steps=300)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the devices")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
     if args.processes < 1 or 8 % args.processes:
         parser.error("--processes must be 1, 2, 4 or 8")
     return args
@@ -153,7 +146,7 @@ def main() -> int:
     out.print(step.explain())
     out.print(f"planned, and the state created sharded, in {time.perf_counter() - started:.1f} s\n")
 
-    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers if step.plan else {})
+    bar = loop.bar(out, step, args.steps, "tokens", BATCH * SEQ)
     replay = Replay(train_step) if args.check else None
     state = loop.train(step, state, lambda i: step.from_local(local_batch(data, i)), args.steps, bar, replay)
     out.print(loop.summary(bar, "nats/byte"))
@@ -163,13 +156,9 @@ def main() -> int:
         unseen = held_out_loss(params, valid)
         out.print(f"loss on held-out text {unseen:.3f} nats/byte\n\na sample:\n")
         out.print(generate(params, b"import os\n\n\ndef ", 400).decode("utf-8", "replace"), markup=False)
-        path = args.out / "train_gpt.png"
-        show.picture(path, bar.losses, "byte-level GPT on the standard library", "nats/byte", unseen)
-        out.print(f"\nloss curve: {path}")
-    if replay:
-        out.print("\n" + replay.report())
-        return 0 if replay.passed else 1
-    return 0
+        title = "byte-level GPT on the standard library"
+        loop.finish(out, args.out / "train_gpt.png", bar, title, "nats/byte", unseen)
+    return loop.verdict(out, replay)
 
 
 if __name__ == "__main__":

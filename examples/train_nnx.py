@@ -12,9 +12,7 @@ import machine
 
 CLUSTER = machine.emulate(hosts=2, devices=4)
 
-import argparse
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +88,7 @@ def one_device(modules, batch):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="training steps (default 200)")
-    parser.add_argument("--check", action="store_true", help="replay every step on one device; status 1 if they differ")
-    parser.add_argument("--plan", metavar="PLAN", help="a preset such as dp, fsdp or dp=2,tp=4, or a plan file")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
+    args = loop.options(__doc__, steps=200).parse_args()
     out = show.console(shown=True)
     data, _ = text.standard_library()
     shapes = {name: jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32) for name in ("inputs", "targets")}
@@ -110,19 +101,14 @@ def main() -> int:
         metrics = step(model, optimizer, batch)
         return nnx.split((model, optimizer)), metrics
 
-    bar = show.Training(out, args.steps, "tokens", BATCH * SEQ, step.plan.predicted.tiers if step.plan else {})
+    bar = loop.bar(out, step, args.steps, "tokens", BATCH * SEQ)
     replay = Replay(one_device) if args.check else None
     loop.train(
         run, nnx.split((model, optimizer)), lambda i: text.windows(data, BATCH, SEQ, (2, i)), args.steps, bar, replay
     )
     out.print(loop.summary(bar, "nats/byte"))
-    path = args.out / "train_nnx.png"
-    show.picture(path, bar.losses, "byte-level GPT in NNX", "nats/byte")
-    out.print(f"loss curve: {path}")
-    if replay:
-        out.print("\n" + replay.report())
-        return 0 if replay.passed else 1
-    return 0
+    loop.finish(out, args.out / "train_nnx.png", bar, "byte-level GPT in NNX", "nats/byte")
+    return loop.verdict(out, replay)
 
 
 if __name__ == "__main__":

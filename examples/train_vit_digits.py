@@ -13,9 +13,7 @@ import machine
 
 CLUSTER = machine.emulate(hosts=2, devices=4)
 
-import argparse
 import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -106,14 +104,7 @@ def draw(data, step: int):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="training steps (default 200)")
-    parser.add_argument("--check", action="store_true", help="replay every step on one device; status 1 if they differ")
-    parser.add_argument("--plan", metavar="PLAN", help="a preset such as dp, fsdp or dp=2,tp=4, or a plan file")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
+    args = loop.options(__doc__, steps=200).parse_args()
     out = show.console(shown=True)
     train, test = digits()
 
@@ -121,7 +112,7 @@ def main() -> int:
     state = step.init(lambda rng: create_state(rng, args.steps), jax.random.key(1), batch=shapes())
     out.print(step.explain())
 
-    bar = show.Training(out, args.steps, "images", BATCH, step.plan.predicted.tiers if step.plan else {})
+    bar = loop.bar(out, step, args.steps, "images", BATCH)
     replay = Replay(train_step) if args.check else None
     state = loop.train(step, state, lambda i: draw(train, i), args.steps, bar, replay)
     out.print(loop.summary(bar, "nats/image"))
@@ -129,13 +120,8 @@ def main() -> int:
     logits = jax.jit(ViT().apply)({"params": machine.to_host(state.params)}, test["image"])
     correct = np.asarray(logits.argmax(-1)) == test["label"]
     out.print(f"{correct.mean():.1%} of {len(correct)} held-out digits right")
-    path = args.out / "train_vit_digits.png"
-    show.picture(path, bar.losses, "ViT on handwritten digits", "nats/image")
-    out.print(f"loss curve: {path}")
-    if replay:
-        out.print("\n" + replay.report())
-        return 0 if replay.passed else 1
-    return 0
+    loop.finish(out, args.out / "train_vit_digits.png", bar, "ViT on handwritten digits", "nats/image")
+    return loop.verdict(out, replay)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ class CompileError(LensjaxError, RuntimeError):
     code = "compile"
 
 
+class OutOfMemory(LensjaxError, RuntimeError):
+    """The device ran out of memory; says what the plan holds and which plan would fit."""
+
+    code = "out_of_memory"
+
+
 class CaptureWarning(UserWarning):
     """A step closes over an array that is large, or that has changed since the step was traced."""
 

@@ -34,7 +34,7 @@ class Codec(abc.ABC):
     name: ClassVar[str]
 
     def __str__(self) -> str:
-        """The name that `registry.parse_codec` reads back: only parameters that differ from the defaults are written."""
+        """The name that `registry.parse_codec` reads back; parameters only where they differ from the defaults."""
         words = [self.name]
         for f in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value = getattr(self, f.name)
@@ -72,7 +72,7 @@ class Codec(abc.ABC):
         each replica puts in (its residual, if it has one, added). The sum in float32 is part of it."""
 
     def init(self, shapes: Sequence[Shape], group: Group) -> Mapping[str, np.ndarray]:
-        """The first state of one device, name -> array; empty for a codec without memory."""
+        """The first state of one device, name -> array: zeros; empty for a codec without memory."""
         return {}
 
 

@@ -21,7 +21,7 @@ LEAST_GAIN = 0.02  # of the step
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The codec that pays ("off" where none beats bfloat16), why, and the seconds of each: on the link, and of them exposed."""
+    """The codec that pays ("off" where none beats bfloat16), why, and each one's seconds: on the link, and exposed."""
 
     codec: str
     reason: str
@@ -68,5 +68,5 @@ def choose(
             "nothing to gain" if not exposed["bf16"] else f"no codec saves {ms(2 * coding + least)} of it"
         )
     else:
-        why = f"bf16 exposes {ms(exposed['bf16'])} on the slow link, {best} {ms(exposed[best])}, for {ms(coding)} of coding"
+        why = f"bf16 exposes {ms(exposed['bf16'])} of the link, {best} {ms(exposed[best])} ({ms(coding)} of coding)"
     return Choice(best, why, link, exposed)

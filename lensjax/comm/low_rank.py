@@ -55,7 +55,7 @@ class PowerSGD(Codec):
         return (count, *min(pairs, key=sum))
 
     def takes(self, shape: Shape) -> bool:
-        count, rows, columns = self.matrix(shape)
+        _, rows, columns = self.matrix(shape)
         fits = self.rank <= min(rows, columns)
         return fits and rows * columns >= self.least * self.rank * (rows + columns)
 
@@ -67,15 +67,15 @@ class PowerSGD(Codec):
         wanted = given + state["residual"] if self.feedback else given
         matrices = split(wanted, sizes, 1)
         old = split(state["right"], [(c, n, self.rank) for c, _, n in sizes], 1)
-        left = [jnp.matmul(m, _unit(q), precision=_FULL) for m, q in zip(matrices, old)]
+        # A direction that caught nothing (or the first state) is zero, and would never catch anything again.
+        old = [jnp.where(jnp.abs(q).max(1, keepdims=True) > TINY, _unit(q), _start(q.shape)) for q in old]
+        left = [jnp.matmul(m, q, precision=_FULL) for m, q in zip(matrices, old)]
         left = [orthonormal(p) for p in _exact(left, group)]
         right = [jnp.matmul(m.swapaxes(1, 2), p, precision=_FULL) for m, p in zip(matrices, left)]
         right = _exact(right, group)
         totals = [jnp.matmul(p, q.swapaxes(1, 2), precision=_FULL) for p, q in zip(left, right)]
         total = jnp.concatenate([t.reshape(-1) for t in totals])
-        # A direction that caught nothing keeps its old start: from zero it would never catch anything again.
-        start = [jnp.where(jnp.abs(q).max(1, keepdims=True) > TINY, q, o) for q, o in zip(right, old)]
-        new = {"right": jnp.concatenate([q.reshape(-1) for q in start])}
+        new = {"right": jnp.concatenate([q.reshape(-1) for q in right])}
         if self.feedback:
             new["residual"] = wanted - total / group.replicas
         return split(total, [x.shape for x in leaves], 1), keep(jnp.isfinite(total).all(), new, state)
@@ -93,10 +93,9 @@ class PowerSGD(Codec):
         return {name: sum(b[name] for b in both) for name, _ in group.fast}
 
     def init(self, shapes: Sequence[Shape], group: Group) -> Mapping[str, np.ndarray]:
-        """The same random start on every replica, from a fixed seed and the shapes alone."""
         if group.members == 1:
             return {}
-        right = np.random.default_rng(0).standard_normal(self._factors(shapes)[1]).astype(np.float32)
+        right = np.zeros(self._factors(shapes)[1], np.float32)
         residual = np.zeros(sum(math.prod(s) for s in shapes), np.float32)
         return {"right": right, "residual": residual} if self.feedback else {"right": right}
 
@@ -116,6 +115,14 @@ def _unit(q: jax.Array) -> jax.Array:
     """The columns at length one: the factor carries the gradient's size, and its square would leave float32."""
     q = q / jnp.maximum(jnp.abs(q).max(1, keepdims=True), TINY)
     return q / jnp.maximum(jnp.sqrt(jnp.square(q).sum(1, keepdims=True)), TINY)
+
+
+def _start(shape: Shape) -> jax.Array:
+    """Fixed numbers in [-1, 1) without a pattern, the same everywhere (the finaliser of MurmurHash3)."""
+    bits = lax.iota(jnp.uint32, math.prod(shape)) + jnp.uint32(1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return (bits.astype(jnp.float32) * 2.0**-31 - 1).reshape(shape)
 
 
 def orthonormal(p: jax.Array) -> jax.Array:

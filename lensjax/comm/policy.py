@@ -61,7 +61,7 @@ class Policy:
         return main
 
     def check(self, paths: Sequence[str]) -> None:
-        """Raises CodecError for a pin that matches no leaf: a misspelt pattern would compress what it should protect."""
+        """Raises CodecError for a pin that matches no leaf: a misspelt one would compress what it should protect."""
         for pattern in self.pins:
             if not any(fnmatch.fnmatchcase(p, pattern) for p in paths):
                 shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")

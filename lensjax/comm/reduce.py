@@ -51,7 +51,7 @@ def reduce_stacked(
 
     x:      a tree of arrays, each sharded P(axes, *spec): one partial sum a replica
     mesh:   the mesh (every axis is manual in here: each device sends its own shard, nothing is gathered first)
-    spec:   a PartitionSpec of the total, or a tree of them (a prefix of x's tree)
+    spec:   a PartitionSpec of the total (or a plan's tuple of tuples), or a tree of them (a prefix of x's tree)
     axes:   the slow axis or axes; x.shape[0] is the product of their sizes
     inner:  fast axes, innermost first. Where a leaf is the same on all of them (its spec does not name them) each
             member sends a part of it, and the parts are gathered in full precision.
@@ -171,7 +171,7 @@ def _local_state(made: Layout, state: Any) -> list[dict[str, jax.Array]]:
             name = next(str(b.codec) for b, w in zip(made.buckets, wanted) if w)
             raise CodecError(
                 f"{name} remembers what it could not send, and no state was given",
-                hint="state = lensjax.comm.init_state(gradient_shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
+                hint="state = lensjax.comm.init_state(shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
             )
         return [{} for _ in wanted]
     expected = jax.tree.map(lambda a: (1, *a.shape), wanted)
@@ -203,7 +203,12 @@ def _paths(x: Any) -> list[tuple[str, Any]]:
 
 def _specs(x: Any, spec: Any) -> list[P]:
     """A spec for each leaf of x, from a prefix of its tree."""
-    is_spec = lambda s: isinstance(s, P)
-    return jax.tree.leaves(
-        jax.tree.map(lambda s, part: jax.tree.map(lambda _: s, part), spec, x, is_leaf=is_spec), is_leaf=is_spec
-    )
+    is_spec = lambda s: isinstance(s, P) or _plain(s)
+    spread = jax.tree.map(lambda s, part: jax.tree.map(lambda _: P(*s), part), spec, x, is_leaf=is_spec)
+    return jax.tree.leaves(spread, is_leaf=lambda s: isinstance(s, P))
+
+
+def _plain(spec: Any) -> bool:
+    """Whether this is a spec as a plan writes it: a tuple with, for each dimension, None, an axis or a tuple of axes."""
+    axes = lambda d: d is None or isinstance(d, str) or (type(d) is tuple and all(isinstance(a, str) for a in d))
+    return type(spec) is tuple and all(axes(d) for d in spec)

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lensjax.commands import Result
-from lensjax.commands.target import load_file
+from lensjax.commands.target import load_file, user_code
 
 if TYPE_CHECKING:
     from lensjax.verify.audit import Audit
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> Result:
         say("loading")
         step, arguments = load_file(args.target)
         say("compiling")
-        made = lint(step, arguments, cluster=args.cluster, backend=args.backend, flags=args.flags or None)
+        with user_code(f"the step of {args.target} cannot be traced"):
+            made = lint(step, arguments, cluster=args.cluster, backend=args.backend, flags=args.flags or None)
         _write(made, args)
     serious = [f for f in made.findings if f.severity != "note"]
     return Result(_data(made), _show(made, made.findings if args.notes else serious), 1 if serious else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ..."
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after that long with the best so far")
+    parser.add_argument("--judge", action="store_true", help="compile the last few candidates and decide by that")
     parser.add_argument(
         "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
     )
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.execute.planning import Options, make_plan
     from lensjax.program.program import analyze
     from lensjax.report.explain import explanation
-    from lensjax.report.explain_tensor import explain_tensor
+    from lensjax.report.explain_tensor import alternatives, explain_tensor, find
     from lensjax.report.progress import steps
     from lensjax.topology.cluster import Cluster
 
@@ -47,8 +49,17 @@ def run(args: argparse.Namespace) -> Result:
         step, arguments = load_target(args)
         with user_code(f"the step of {args.target} cannot be traced"):
             program = analyze(step, arguments, seconds=seconds)
+        if args.explain:
+            find(program, args.explain)  # a wrong path is said before the search, not after it
         start = time.perf_counter()
-        options = Options(plan=args.plan, memory=args.memory, report=progress, search=args.search, budget=args.budget)
+        options = Options(
+            plan=args.plan,
+            memory=args.memory,
+            report=progress,
+            search=args.search,
+            budget=args.budget,
+            judge=args.judge,
+        )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:
@@ -56,13 +67,12 @@ def run(args: argparse.Namespace) -> Result:
             choice.plan.save(args.out)
         except OSError as e:
             raise UsageError(f"{args.out} cannot be written: {e.strerror}") from e
-    tensor = explain_tensor(program, choice, args.explain) if args.explain else None
-    shown: tuple[Any, ...] = (
-        *explanation(program, choice),
-        *([tensor] if tensor is not None else []),
-        "seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()),
-    )
-    return Result(_data(choice, seconds), shown)
+    data = _data(choice, seconds)
+    shown: tuple[Any, ...] = explanation(program, choice)
+    if args.explain:
+        data["tensor"] = [dataclasses.asdict(a) for a in alternatives(choice, args.explain)]
+        shown = (*shown, explain_tensor(program, choice, args.explain))
+    return Result(data, (*shown, "seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items())))
 
 
 def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
@@ -70,20 +80,24 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "plan": choice.plan.to_dict(),
         "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
+        "presets": [_row(c, choice.memory) for c in choice.candidates if not c.searched],
+        "proposals": [_row(c, choice.memory) for c in choice.candidates if c.searched],
+        "gap": choice.gap,
         "bound_s": choice.bound,
         "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
-        "presets": [
-            {
-                "name": c.name,
-                "step_s": c.plan.predicted.step_s if c.plan else None,
-                "peak_bytes": c.plan.predicted.peak_bytes if c.plan else None,
-                "tiers": dict(c.plan.predicted.tiers) if c.plan else None,
-                "fits": c.fits(choice.memory),
-                "reason": c.reason or None,
-                "model_s": c.inner_s,
-            }
-            for c in choice.candidates
-        ],
-        "gap": choice.gap,
         "seconds": seconds,
+    }
+
+
+def _row(c: Any, memory: float) -> dict[str, Any]:
+    p = c.plan.predicted if c.plan is not None else None
+    return {
+        "name": c.name,
+        "step_s": p.step_s if p else None,
+        "peak_bytes": p.peak_bytes if p else None,
+        "tiers": dict(p.tiers) if p else None,
+        "fits": c.fits(memory),
+        "reason": c.reason or None,
+        "model_s": c.inner_s,
+        "compiled_s": c.judged.step_s if c.judged else None,
     }

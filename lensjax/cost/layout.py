@@ -39,6 +39,7 @@ def _from_outside(body: Body, values: Sequence[Value]) -> Iterator[int]:
             continue
         value = node.inputs[0]
         while value in made and made[value].name in _SAME_LAYOUT:
-            value = made[value].inputs[0]
+            node = made[value]
+            value = node.inputs[node.outputs.index(value)]  # a barrier passes several values
         if value in outer:
             yield value

@@ -19,6 +19,13 @@ def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
     apply."""
     emitted = emit(program, plan, abstract_mesh(plan))
-    predicted = score(partition(lower(emitted, "cpu")), cluster, plan, program)
+    predicted = score(partition(lower(emitted, lowered_for(plan, cluster))), cluster, plan, program)
     predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
     return dataclasses.replace(plan, predicted=predicted)
+
+
+def lowered_for(plan: Plan, cluster: Cluster) -> str:
+    """The platform that a plan is lowered for to be priced. A program for CPUs says nothing about host memory (on them
+    it is the same memory), so a plan that offloads is lowered for GPUs."""
+    away = any("offload" in level for level in plan.layers.values()) and cluster.device.platform != "cpu"
+    return "cuda" if away else "cpu"

@@ -14,6 +14,7 @@ from jax.extend import core as jcore
 from jax.sharding import PartitionSpec
 
 from lensjax import _jax
+from lensjax.cost.price import lowered_for
 from lensjax.cost.score import score
 from lensjax.partition import Partitioned, Template, partition, template
 from lensjax.passes.emit import Emitted, abstract_mesh, emit, lower
@@ -28,7 +29,7 @@ class Pricer:
 
     def __init__(self, program: Program, cluster: Cluster):
         self.program, self.cluster = program, cluster
-        self._templates: dict[int, Template | None] = {}
+        self._templates: dict[tuple, Template | None] = {}
         self._priced: dict[Any, Plan] = {}
 
     def __call__(self, plan: Plan) -> Plan:
@@ -40,24 +41,30 @@ class Pricer:
         return dataclasses.replace(plan, predicted=self._priced[key].predicted)
 
     def price(self, plan: Plan) -> Plan:
-        p = self.partitioned(plan)
-        return dataclasses.replace(plan, predicted=score(p, self.cluster, plan, self.program))
+        emitted = emit(self.program, plan, abstract_mesh(plan))
+        predicted = score(self._partitioned(emitted, plan), self.cluster, plan, self.program)
+        predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
+        return dataclasses.replace(plan, predicted=predicted)
 
     def partitioned(self, plan: Plan) -> Partitioned:
         """What each device holds, computes and sends under a plan."""
-        emitted = emit(self.program, plan, abstract_mesh(plan))
+        return self._partitioned(emit(self.program, plan, abstract_mesh(plan)), plan)
+
+    def _partitioned(self, emitted: Emitted, plan: Plan) -> Partitioned:
+        platform = lowered_for(plan, self.cluster)
         if emitted.pinned is None or any(e.primitive.name == "shard_map" for e in all_equations(self.program.jaxpr)):
-            return partition(lower(emitted, "cpu"))  # a loop over shares; or its mesh is part of the program
+            return partition(lower(emitted, platform))  # a loop over shares; or its mesh is part of the program
         marked = _Marked(emitted)
-        if marked.structure not in self._templates:
-            source = template(lower(marked.emitted, "cpu"))
+        key = (platform, marked.structure)
+        if key not in self._templates:
+            source = template(lower(marked.emitted, platform))
             # Where equal constraints of one value were merged, another plan's cannot be written apart.
             whole = set(source.marks) == set(marked.specs)
-            self._templates[marked.structure] = source if whole else None
+            self._templates[key] = source if whole else None
             return partition(source)
-        source = self._templates[marked.structure]
+        source = self._templates[key]
         if source is None:
-            return partition(lower(emitted, "cpu"))
+            return partition(lower(emitted, platform))
         return partition(
             source,
             mesh=plan.mesh.shape,
@@ -105,7 +112,7 @@ class _Marked:
         self._facts: list[Any] = [tuple(i for i, s in enumerate(emitted.results) if s is not None)]
         jaxpr = self._body(emitted.pinned)
         self.emitted = dataclasses.replace(emitted, run=jcore.jaxpr_as_fun(_jax.close(jaxpr)))
-        self.structure = hash(tuple(self._facts))
+        self.structure = tuple(self._facts)
 
     def _body(self, jaxpr: Any) -> Any:
         eqns = []

@@ -42,7 +42,8 @@ class Step:
 def steps_of(body: Body, model: Fusion, values: Sequence[Value], looped: bool = False) -> list[Step]:
     """A body's steps in the order in which XLA would run them; `looped`: the body is a loop's."""
     steps = [_step(n, model, values) for n in body.nodes if _matters(n, model)]
-    return _sink(_combine(steps, values), values, looped)
+    results = {model.buffer(v) for v in body.results}
+    return _sink(_combine(steps, values), values, results, looped)
 
 
 def _matters(node: Node, model: Fusion) -> bool:
@@ -108,7 +109,7 @@ def _in_order(steps: list[Step], merged: dict[int, int], made: dict[int, int]) -
     return order
 
 
-def _sink(steps: list[Step], values: Sequence[Value], looped: bool) -> list[Step]:
+def _sink(steps: list[Step], values: Sequence[Value], results: set[int], looped: bool) -> list[Step]:
     """The steps with each as late as its first reader allows, where that frees more than it keeps alive, or where a
     loop lies between.
 
@@ -126,6 +127,8 @@ def _sink(steps: list[Step], values: Sequence[Value], looped: bool) -> list[Step
     for i in reversed(range(len(steps))):
         step = steps[i]
         users = [time[u] for v in step.writes for u in readers[v]]
+        if not users and step.node.name in COLLECTIVES and not results.isdisjoint(step.writes):
+            users = [float(len(steps))]  # a total that is only returned
         if not users or min(users) <= i + 1 or step.node.bodies:
             continue
         if after := [w for w in loops if i < w < min(users)]:

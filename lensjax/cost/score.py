@@ -10,6 +10,7 @@ from typing import Any
 
 from lensjax.cost.communication import Prices
 from lensjax.cost.compute import multiplies, seconds
+from lensjax.cost.levels_host import off_device
 from lensjax.cost.memory import memory, workspace_of
 from lensjax.cost.timeline import timeline
 from lensjax.partition.data import Partitioned
@@ -29,6 +30,8 @@ class Cost:
     peak_bytes: with `held` saying what holds them: the roles that were given (or "arguments"), "results",
                 "activations", "communication", "temporaries".
     flops:      of matmuls and convolutions, on one device.
+    host_bytes: in the host's memory. Copies to and from it run beside everything else: a step takes at least as long as
+                its host link is busy.
     """
 
     step_s: float
@@ -40,6 +43,7 @@ class Cost:
     peak_bytes: float
     held: Mapping[str, float]
     flops: float
+    host_bytes: float = 0.0
 
 
 def cost(
@@ -55,6 +59,7 @@ def cost(
     order: device ids row-major over the mesh (None: 0, 1, 2, ...). roles: what each argument is for, to say what holds
     memory. overlap: False prices a program in which nothing hides behind anything.
     """
+    p, host_bytes, moved = off_device(p)
     prices = Prices(cluster, p.mesh, order)
     compute = functools.partial(seconds, device=cluster.device)
     times = timeline(p.schedule, prices, compute, overlap)
@@ -64,7 +69,7 @@ def cost(
             tiers[tier] += sent * c.trips
     peak = memory(p, workspace_of(cluster.device))
     return Cost(
-        step_s=times.total,
+        step_s=max(times.total, moved / cluster.device.host_bandwidth if moved else 0.0),
         compute_s=times.compute,
         comm_s=times.comm,
         exposed_s=times.exposed,
@@ -73,6 +78,7 @@ def cost(
         peak_bytes=peak.peak,
         held=_held(p, peak, roles),
         flops=sum(o.flops * o.trips for o in p.operations if multiplies(o)),
+        host_bytes=host_bytes,
     )
 
 
@@ -82,7 +88,8 @@ def score(p: Partitioned, cluster: Cluster, plan: Plan, program: Any) -> Predict
     c = cost(p, cluster, order=plan.mesh.order, roles=roles)
     detail = {"compute": c.compute_s, "communication": c.comm_s, "exposed": c.exposed_s}
     detail |= {f"axis:{axes}": s for axes, s in c.comm_by_axes.items()}
-    return Predicted(c.step_s, c.peak_bytes, c.tiers, detail, c.held, findings(p, cluster))
+    held = {**c.held, "host": c.host_bytes} if c.host_bytes else c.held
+    return Predicted(c.step_s, c.peak_bytes, c.tiers, detail, held, findings(p, cluster))
 
 
 def findings(p: Partitioned, cluster: Cluster) -> tuple[str, ...]:

@@ -61,6 +61,9 @@ class Companion(Step):
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         return super()._build(program, self._plan(program))
 
+    def _traced_already(self, call: Call) -> None:
+        """Where a companion's arguments lie is part of its plan: the call decides."""
+
     def _check_state(self, program: Program, call: Call) -> None:
         """A companion takes any shapes: each is planned from the step's plan."""
 

@@ -13,8 +13,6 @@ from lensjax import __version__, _jax
 from lensjax._errors import PlanError
 from lensjax.execute.nnx import is_values
 from lensjax.passes.emit import abstract_mesh, emit, shapes
-from lensjax.passes.pin import pin
-from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import resolve
 from lensjax.plan.export import Facts
 from lensjax.plan.plan import Plan
@@ -39,10 +37,9 @@ def facts(program: Program, plan: Plan, name: str, mesh: Any = None) -> Facts:
 
 def constraints(program: Program, plan: Plan) -> list[tuple[str, Any]]:
     """(line of the user's code and type, spec) of every sharding constraint that the plan puts into the step, once."""
-    mesh = abstract_mesh(plan)
-    pinned = pin(on_mesh(program, plan, mesh), plan, mesh, resolve(program, plan))
+    pinned = emit(program, plan, abstract_mesh(plan)).pinned
     found: dict[tuple[str, Any], None] = {}
-    for eqn in all_equations(pinned.jaxpr):
+    for eqn in all_equations(pinned) if pinned is not None else ():
         if eqn.primitive.name == "sharding_constraint":
             aval = eqn.outvars[0].aval
             at = f"{_jax.user_line(eqn)} {aval.dtype}{list(aval.shape)}"

@@ -70,7 +70,10 @@ class Off:
     def from_local(self, batch: Any) -> Any:
         return batch
 
-    def explain(self) -> str:
+    def what_if(self, plan: Any) -> None:
+        return None
+
+    def explain(self, path: str | None = None) -> str:
         return "lensjax is off: the step runs as it was written."
 
     explain_trace = explain

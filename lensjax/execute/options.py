@@ -29,6 +29,8 @@ def check(options: Any) -> None:
     _check_batch(options.batch_argnums, options.batch_axes)
     if not isinstance(options.donate, bool):
         raise PlanError(f"donate={options.donate!r}; expected True or False")
+    if not isinstance(options.judge, bool):
+        raise PlanError(f"judge={options.judge!r}; expected True or False")
     if options.report is not None and not callable(options.report):
         raise PlanError(
             f"report={options.report!r}; expected a function of one text",

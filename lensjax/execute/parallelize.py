@@ -26,6 +26,7 @@ def parallelize(
     search: str | None = None,
     budget: float | None = None,
     cache: str | os.PathLike[str] | None = None,
+    judge: bool = False,
     report: Any = None,
 ) -> Any:
     """Makes a training step run under the fastest plan that fits a cluster. A decorator, with or without arguments.
@@ -44,6 +45,7 @@ def parallelize(
     search         the strategy that looks for plans (`lensjax.search.strategies`); None: "milp", exact in its own model
     budget         seconds that planning may take; None: as long as the strategy needs
     cache          a folder in which plans are kept: the same step on the same cluster is not searched again
+    judge          compile the last few candidates and let the timelines of their compiled schedules decide (minutes)
     report         a function that is called with the name of each plan while it is priced
 
     Returns a `Step`. With the environment variable LENSJAX_OFF=1 the step runs as it was written.
@@ -53,7 +55,7 @@ def parallelize(
     if compress != "off":
         raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")
     options = Options(
-        cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache
+        cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache, judge
     )
 
     def decorate(f: Callable[..., Any]) -> Any:

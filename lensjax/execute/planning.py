@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from lensjax import __version__, _jax
-from lensjax._errors import PlanError
+from lensjax._errors import PlanError, UnsupportedJax
 from lensjax.cost.price import price
 from lensjax.execute.options import check
 from lensjax.execute.processes import agree, described, plan_hash, shared_plan
@@ -21,8 +21,10 @@ from lensjax.plan.validate import validate
 from lensjax.program.program import Program
 from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
+from lensjax.search.judged import by_judging, judged
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
+from lensjax.verify.judge import judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Options:
     search: str | None = None
     budget: float | None = None
     cache: Any = None
+    judge: bool = False
 
     def __post_init__(self):
         check(self)
@@ -104,8 +107,13 @@ def agreed_plan(program: Program, options: Options, name: str) -> Choice:
 
 
 def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
-    """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit."""
+    """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit.
+
+    Where XLA's partitioner cannot be driven (a newer jax), plans are priced by compiling them.
+    """
     pins = normalize(options.pins)
+    if why := _undriven():
+        return _compiled_plan(program, cluster, options, pins, why)
     limit = options.memory if options.memory is not None else cluster.device.memory
     given = options.plan
     if given is None and (replayed := _replay(program, cluster, options, pins, limit)) is not None:
@@ -120,6 +128,8 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
             search=options.search,
             budget=options.budget,
         )
+        if options.judge:
+            choice = judged(choice, judge(program, cluster), progress=_progress(options.report))
     elif isinstance(given, str) and not is_file(given):
         plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
         plan = price(program, plan, cluster)
@@ -131,6 +141,36 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     if given is None and options.cache is not None and choice.complete:
         PlanCache(pathlib.Path(options.cache).expanduser()).put(_key(program, cluster, options, pins, limit), plan)
     return dataclasses.replace(choice, plan=plan)
+
+
+def _undriven() -> str:
+    """Why the partitioner cannot be driven, "" where it can."""
+    try:
+        _jax.mlir()
+    except UnsupportedJax as e:
+        return e.message
+    return ""
+
+
+def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], why: str) -> Choice:
+    """`make_plan` without the partitioner."""
+    given, judge_ = options.plan, judge(program, cluster)
+    if given is None or (isinstance(given, str) and not is_file(given)):
+        choice = by_judging(
+            program,
+            cluster,
+            judge_,
+            why,
+            memory=options.memory,
+            pins=pins,
+            names=[given] if given is not None else None,
+            progress=_progress(options.report),
+        )
+        plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
+        return dataclasses.replace(choice, plan=plan)
+    plan = _given(program, cluster, given, pins, judge_)
+    limit = options.memory if options.memory is not None else cluster.device.memory
+    return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
 
 
 def _key(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> str:
@@ -150,15 +190,17 @@ def _replay(program: Program, cluster: Cluster, options: Options, pins: Sequence
     return Choice(plan, (candidate,), limit) if candidate.fits(limit) else None
 
 
-def _given(program: Program, cluster: Cluster, given: Any, pins: Sequence[Pin]) -> Plan:
-    """A plan file or a Plan, checked and with the pins applied. It is priced anew: it may have been edited, and what
-    it once predicted was for the old fields."""
+def _given(
+    program: Program, cluster: Cluster, given: Any, pins: Sequence[Pin], by: Callable[[Plan], Plan] | None = None
+) -> Plan:
+    """A plan file or a Plan, checked and with the pins applied. It is priced anew (`by`: by what): it may have been
+    edited, and what it once predicted was for the old fields."""
     plan = given if isinstance(given, Plan) else Plan.load(pathlib.Path(given))
     plan = validate(plan, layers=[n.name for n in program.layers], tiers=[t.name for t in cluster.tiers])
     check_plan(program, cluster, plan)
     if pins:
         plan = plan.replace(leaves=pinned(program, pins, plan.leaves, plan.mesh.shape))
-    return price(program, plan, cluster)
+    return by(plan) if by is not None else price(program, plan, cluster)
 
 
 def check_plan(program: Program, cluster: Cluster, plan: Plan) -> None:

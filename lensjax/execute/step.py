@@ -27,13 +27,14 @@ from lensjax.execute.checks import advice, another, check_alive, check_state, tr
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
+from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
-from lensjax.execute.planning import Options, agreed_plan
+from lensjax.execute.planning import Options, agreed_plan, cluster_for
 from lensjax.execute.state import abstract_values, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
-from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, unfixed
+from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, same, unfixed
 from lensjax.search.choose import Choice
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Step(Planned):
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
         self._checkpoints = Checkpoints()
+        self._numerics: Any = None  # JAX's settings when the step was traced
         self._agreed: set[Any] = set()  # shapes of local batches that all processes have
 
     # ---- running ------------------------------------------------------------------------------------------------
@@ -105,7 +107,14 @@ class Step(Planned):
             return self._run(*args, **kwargs)
         except (OtherSignature, ValueError, TypeError, RuntimeError) as e:
             failure = e
+        self._check_memory(self._run, args, kwargs, failure)
         return self._again(args, kwargs, failure)
+
+    def _check_memory(self, executable: Executable, args: Any, kwargs: Any, failure: Exception) -> None:
+        """Raises OutOfMemory, with what is held and what would fit, where that is the failure."""
+        if ran_out(failure):
+            leaves = jax.tree.leaves((args, kwargs))
+            raise told(executable.emitted, cluster_for(self._options.cluster), failure, leaves) from failure
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = flatten_call(self._fn, args, kwargs)
@@ -114,9 +123,25 @@ class Step(Planned):
         if self._program is not None:
             self._check_state(self._program, call)
         check_alive(call.paths, call.leaves)
-        program = self._analyze(args, kwargs)
+        program = self._traced_already(call) or self._analyze(args, kwargs)
         executable = self._build(program)
         return self._start(executable, args, kwargs)
+
+    def _traced_already(self, call: Call) -> Program | None:
+        """The planned program, where this call is of its signature: `init` and `plan_for` traced it."""
+        known = self._program
+        if known is None or self._numerics != _jax.numerics():
+            return None
+        before = known.call
+        same_tree = (call.tree, call.dynamic, call.paths) == (before.tree, before.dynamic, before.paths)
+        fixed = len(call.statics) == len(before.statics) and all(
+            same(a, b) for (_, a), (_, b) in zip(call.statics, before.statics)
+        )
+        if not same_tree or not fixed or list(map(abstract, call.leaves)) != list(map(abstract, before.leaves)):
+            return None
+        if self._watch is not None:
+            self._watch.check()
+        return known
 
     def _start(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = executable.leaves(args, kwargs)
@@ -124,7 +149,11 @@ class Step(Planned):
         executable.prepare(leaves)  # the state is still the user's
         executable.elsewhere.update(i for i, x in enumerate(leaves) if executable.comes_elsewhere(i, x))
         args, kwargs = self._placed(executable, leaves)
-        result = run(executable, args, kwargs)
+        try:
+            result = run(executable, args, kwargs)
+        except RuntimeError as e:
+            self._check_memory(executable, args, kwargs, e)
+            raise
         if executable not in self._ready:
             self._ready.append(executable)
         self._run = executable
@@ -178,6 +207,7 @@ class Step(Planned):
         program = analyze(self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes)
         self.notices += [n for n in advice(program) if n not in self.notices]
         self._watch = Watch(self._user, program.captured)
+        self._numerics = _jax.numerics()
         return program
 
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:

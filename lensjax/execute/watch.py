@@ -47,8 +47,22 @@ class Watchman:
         """An exception that nobody caught: the others learn of it, and nothing waits for them."""
         self._hook(kind, value, trace)
         self._done.set()
-        self._say("failed", traceback.format_exception_only(kind, value)[-1].strip()[:500])
+        said = "".join(traceback.format_exception_only(kind, value)).strip().splitlines()[0][:500]
+        self._say("failed", said)
+        self._linger()
         self._end()
+
+    def _linger(self) -> None:
+        """Process 0 holds the service through which the others learn why: it goes last."""
+        until = time.monotonic() + DEAD
+        while self._rank == 0 and time.monotonic() < until:
+            try:
+                through = {*self._read("failed"), *self._read("done"), 0}
+            except Exception:
+                return
+            if all(p in through or self.silent(p) > DEAD / 2 for p in range(self._count)):
+                return
+            time.sleep(0.2)
 
     def _say(self, what: str, text: str) -> None:
         try:
@@ -87,6 +101,8 @@ class Watchman:
         if self._done.wait(GRACE):  # the main thread found out itself
             return
         print(f"lensjax: process {self._rank} ends: {why}", file=sys.stderr, flush=True)
+        self._say("failed", f"it ended because {why}")
+        self._linger()
         self._end()
 
     def _end(self) -> None:

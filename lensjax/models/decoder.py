@@ -25,9 +25,11 @@ _REMAT_POLICIES = {
 class Config:
     """What a decoder is made of. Defaults are the Llama family; GPT-3 sets the last group.
 
-    `attention` is the `implementation` of `jax.nn.dot_product_attention`: "cudnn" is the fused kernel (half precision;
-    needs the cuDNN libraries where it is traced: the extra `gpu-aot-cudnn` on a machine without a GPU), "xla" runs
-    anywhere.
+    `attention`: "xla" stores the scores of all pairs of positions, as `jax.nn.dot_product_attention` does everywhere;
+    "blockwise" stores those of a block of queries at a time and makes them again for the gradient, so that memory grows
+    with the sequence and not with its square, as in the fused kernels; "cudnn" is that kernel on a GPU (half precision,
+    needs the cuDNN libraries: the extra `gpu-aot-cudnn` on a machine without a GPU). A plan for "cudnn" cannot be
+    priced: the kernel says only to the process that traced it how it may be split.
     """
 
     vocab: int
@@ -43,7 +45,7 @@ class Config:
     param_dtype: Any = jnp.float32
     scan: bool = True
     remat: Literal["none", "full", "dots"] = "full"
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
     norm: Literal["rms", "layer"] = "rms"
     gated: bool = True
     bias: bool = False
@@ -72,6 +74,29 @@ def rope(x: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+QUERIES = 512  # in a block: the scores of a head over 32,768 keys are then 64 MiB in float32
+
+
+def blockwise(q: jax.Array, k: jax.Array, v: jax.Array, block: int = QUERIES) -> jax.Array:
+    """Causal attention of `block` queries at a time (Rabe and Staats 2021, arXiv:2112.05682).
+
+    q: [batch, seq, heads, head_dim]; k and v: [batch, seq, kv_heads, head_dim]. The same numbers as all at once. A
+    sequence that does not divide into blocks is taken whole.
+    """
+    batch, seq, heads, size = q.shape
+    if seq % block or seq == block:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+    @jax.checkpoint
+    def rows(first, part):
+        mask = (first + jnp.arange(block))[:, None] >= jnp.arange(seq)[None]
+        return jax.nn.dot_product_attention(part, k, v, mask=mask[None, None], implementation="xla")
+
+    parts = q.reshape(batch, seq // block, block, heads, size).swapaxes(0, 1)
+    out = jax.lax.map(lambda x: rows(*x), (jnp.arange(0, seq, block), parts))
+    return out.swapaxes(0, 1).reshape(batch, seq, heads, size)
+
+
 def _norm(c: Config, name: str) -> nn.Module:
     kind = nn.RMSNorm if c.norm == "rms" else nn.LayerNorm
     return kind(epsilon=c.norm_eps, dtype=c.dtype, param_dtype=c.param_dtype, name=name)
@@ -97,7 +122,10 @@ class Attention(nn.Module):
         v = _dense(c, (c.kv_heads, c.head_dim), "value")(x)
         if c.positions == "rope":
             q, k = rope(q, c.rope_theta), rope(k, c.rope_theta)
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=c.attention)
+        if c.attention == "blockwise":
+            out = blockwise(q, k, v)
+        else:
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=c.attention)
         return _dense(c, c.width, "out", axis=(-2, -1))(out)
 
 

@@ -31,6 +31,9 @@ CONFIGS: dict[str, Config] = {
 }
 
 
+LONG = 8192  # tokens; the scores of one layer with 32 heads are 8 GiB here, in float32
+
+
 class Target(NamedTuple):
     """A training step and the shapes of its two arguments; unpacks as `step, state, batch`."""
 
@@ -89,7 +92,9 @@ def target(name: str | Config, batch: int, seq: int | None = None, **changes: An
     """A built-in target by name, or any `Config`: its step, abstract state and abstract batch.
 
     `batch` is the global batch in examples, `seq` the tokens of each (None for models without sequences); `changes`
-    replace fields of the configuration (`remat="none"`, `layers=4`). No device is touched and nothing allocated.
+    replace fields of the configuration (`remat="none"`, `layers=4`). Above LONG tokens a named target's attention is
+    blockwise unless `changes` say otherwise: nobody stores the scores of all pairs there. No device is touched and
+    nothing allocated.
     Raises UsageError for an unknown name, a wrong field, a size below one or more tokens than the model has positions.
     """
     if batch < 1 or (seq is not None and seq < 1):
@@ -105,6 +110,8 @@ def target(name: str | Config, batch: int, seq: int | None = None, **changes: An
             raise UsageError(f"cannot change {name}: {e}", hint=f"the fields are: {fields}") from e
     if seq is None:
         raise UsageError(f"{name} needs --seq", hint="for example --seq 8192")
+    if seq > LONG and "attention" not in changes and isinstance(name, str):
+        chosen = dataclasses.replace(chosen, attention="blockwise")
     if chosen.positions == "learned" and seq > chosen.max_seq:
         raise UsageError(
             f"{name} has a table of {chosen.max_seq} positions, seq is {seq}",

@@ -22,7 +22,7 @@ KEPT = {
         "dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation",
         "feature_group_count", "batch_group_count",
     ),
-    "stablehlo.custom_call": ("call_target_name", "backend_config"),
+    "stablehlo.custom_call": ("call_target_name", "backend_config", "mhlo.frontend_attributes"),
     "stablehlo.compare": ("comparison_direction",),
     "stablehlo.reduce": ("dimensions",),
     "stablehlo.scatter": ("scatter_dimension_numbers",),

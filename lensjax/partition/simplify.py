@@ -3,7 +3,8 @@
 * `all_reduce` whose only use is an `all_slice` over (some of) the same axes becomes `reduce_scatter`, then an
   `all_reduce` of the shard over the axes that are left: XLA's reduce-scatter creator and all-reduce splitter, which
   make the hierarchical reduction of HSDP out of one sharding.
-* `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)` (XLA's all-reduce reassociation).
+* `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)`, and so do their slices: XLA's all-reduce and
+  reduce-scatter reassociation.
 * The same collective of the same value happens once, and none happens to a constant: it is made in place.
 * Collectives over axes of size one, and sharding constraints that did their work, are nothing.
 """
@@ -106,24 +107,53 @@ class _Simplifier:
                 self.count(inner)
 
     def reassociate(self, body: Body) -> Body:
-        """Sums of two totals become the total of the sum, inner bodies included."""
+        """Sums of two totals, or of the same slice of two, become the total of the sum, inner bodies included."""
         nodes: list[Node | None] = []
-        made: dict[int, int] = {}
+        made: dict[int, tuple[int, ...]] = {}  # value -> where its all_reduce is, and its slice where it is one
         for node in body.nodes:
             node = dataclasses.replace(node, bodies=tuple(map(self.reassociate, node.bodies)))
-            parts = [made.get(v) for v in node.inputs] if node.name == "stablehlo.add" else [None]
-            totals = [nodes[i] for i in parts if i is not None]
-            if len(totals) == 2 and parts[0] != parts[1] and totals[0].axes == totals[1].axes:  # type: ignore[union-attr]
-                for i in parts:
-                    nodes[i] = None  # type: ignore[index]
-                partial = self.copy(node.outputs[0])
-                inputs = tuple(t.inputs[0] for t in totals)  # type: ignore[union-attr]
-                nodes.append(dataclasses.replace(node, inputs=inputs, outputs=(partial,)))
-                node = dataclasses.replace(totals[0], inputs=(partial,), outputs=node.outputs)  # type: ignore[type-var]
-            if node.name == "all_reduce" and self.uses[node.outputs[0]] == 1:
-                made[node.outputs[0]] = len(nodes)
+            if (places := self._same_totals(node, nodes, made)) is not None:
+                totals, rest = self._of_the_sum(node, nodes, places)
+                for i in (*places[0], *places[1]):
+                    nodes[i] = None
+                nodes.append(totals)
+                chain = tuple(range(len(nodes), len(nodes) + len(rest)))
+                nodes.extend(rest)
+                if self.uses[node.outputs[0]] == 1:
+                    made[node.outputs[0]] = chain
+                continue
+            if node.outputs and self.uses[node.outputs[0]] == 1:
+                if node.name == "all_reduce":
+                    made[node.outputs[0]] = (len(nodes),)
+                elif node.name == "all_slice" and len(made.get(node.inputs[0], ())) == 1:
+                    made[node.outputs[0]] = (*made[node.inputs[0]], len(nodes))
             nodes.append(node)
         return Body(body.arguments, tuple(n for n in nodes if n is not None), body.results)
+
+    def _same_totals(
+        self, node: Node, nodes: Sequence[Node | None], made: Mapping[int, tuple[int, ...]]
+    ) -> list[tuple[int, ...]] | None:
+        """Where the two totals that a node adds are made, if both are made alike."""
+        if node.name != "stablehlo.add" or not all(v in made for v in node.inputs) or len(set(node.inputs)) < 2:
+            return None
+        places = [made[v] for v in node.inputs]
+        like = [[(n.name, n.axes, self.values[n.outputs[0]].spec) for i in p if (n := nodes[i])] for p in places]
+        return places if like[0] == like[1] else None
+
+    def _of_the_sum(
+        self, add: Node, nodes: Sequence[Node | None], places: list[tuple[int, ...]]
+    ) -> tuple[Node, list[Node]]:
+        """The addition of the parts, and what makes a total (and its slice) of the sum."""
+        first, second = ([n for i in p if (n := nodes[i])] for p in places)
+        partial = self.copy(first[0].inputs[0])
+        sum_ = dataclasses.replace(add, inputs=(first[0].inputs[0], second[0].inputs[0]), outputs=(partial,))
+        if len(first) == 1:
+            return sum_, [dataclasses.replace(first[0], inputs=(partial,), outputs=add.outputs)]
+        total = self.copy(first[0].outputs[0])
+        self.uses[total] = 1
+        slice_ = dataclasses.replace(first[1], inputs=(total,), outputs=add.outputs)
+        self.slices[total] = [slice_]
+        return sum_, [dataclasses.replace(first[0], inputs=(partial,), outputs=(total,)), slice_]
 
     def fold(self, body: Body) -> Body:
         nodes: list[Node] = []

@@ -17,7 +17,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.recompute_constants import sink_constants
 from lensjax.passes.recompute_copy import Copies, live, with_facts
-from lensjax.passes.recompute_layers import Gates, recompute_layers
+from lensjax.passes.recompute_layers import REMAT, Gates, Layer, recompute_layers
 from lensjax.passes.recompute_scans import Pair, recompute_scan, scan_pairs
 from lensjax.passes.recompute_split import split_scan
 from lensjax.passes.shardings import Shardings, batch_axes, ways
@@ -27,7 +27,7 @@ from lensjax.program.boundary import BackwardPass, backward_passes, densest_plac
 from lensjax.program.edit import is_var, map_bodies
 from lensjax.program.program import Program
 from lensjax.program.segments import Segment, named_views, regrouped, segments
-from lensjax.program.values import table
+from lensjax.program.values import results, table
 
 
 def recompute(program: Program, plan: Plan, shardings: Shardings) -> Program:
@@ -48,6 +48,14 @@ def layer_names(program: Program, plan: Plan, shardings: Shardings) -> tuple[str
     return tuple(dict.fromkeys(n for n in work.seen if n))
 
 
+def layers_at(program: Program, plan: Plan, shardings: Shardings) -> tuple[Layer, ...]:
+    """What every layer keeps and makes again under the plan's levels, in program order of each body. Where every level
+    is keep, segments that are written out are not told apart and not listed."""
+    work = _Recompute(program, plan, shardings)
+    work.top()
+    return tuple(work.record)
+
+
 def _check_names(plan: Plan, seen: Sequence[str]) -> None:
     for pattern in plan.layers:
         if pattern not in ("*", "") and not any(fnmatch.fnmatchcase(n, pattern) or n == pattern for n in seen):
@@ -63,6 +71,7 @@ class _Recompute:
         self.program, self.plan = program, plan
         self.copies = Copies()
         self.seen: list[str] = []
+        self.record: list[Layer] = []
         inner = _jax.open_jaxpr(program.jaxpr)
         roles = ("parameter", "constant")
         self.names = {v: a.path for v, a in zip(inner.invars, program.arguments) if a.role in roles}
@@ -75,21 +84,27 @@ class _Recompute:
 
     # ---- one body -------------------------------------------------------------------------------------------------
 
-    def _body(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], top: bool = False) -> Any:
+    def _body(
+        self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], around: Set[str] = frozenset(), top: bool = False
+    ) -> Any:
+        """`around`: names of the stacks of layers in whose bodies this one is."""
         names = named_views(jaxpr, names)
         name_of = lambda atoms: common_path([names[a] for a in atoms if is_var(a) and a in names])
-        jaxpr = self._layer_scans(jaxpr, name_of)
+        jaxpr = self._layer_scans(jaxpr, name_of, around)
+        names = named_views(jaxpr, names)  # a stack in parts reads slices of its parameters
         pairs = scan_pairs(jaxpr, name_of)
+        around = around | {p.name for p in pairs if p.layers}
         jaxpr, repeated = self._written_out(jaxpr, names, split, pairs, top)
         for pair in scan_pairs(jaxpr, name_of):
             first = _jax.open_jaxpr(jaxpr).eqns[pair.forward].outvars
             if not pair.layers and not any(v in repeated or v in self.copies.old for v in first):
                 self.seen.append(pair.name)
-                level = level_of(self.plan.layers, pair.name or "loop")[0]
-                jaxpr = recompute_scan(jaxpr, pair, level, self.copies)
-        return self._inside(jaxpr, names, split)
+                levels = level_of(self.plan.layers, pair.name or "loop")
+                level = levels[0] if len(levels) == 1 else KEEP  # counts are for layers, not for steps in time
+                jaxpr = recompute_scan(jaxpr, pair, level, self.copies, self.record)
+        return self._inside(jaxpr, names, split, around)
 
-    def _layer_scans(self, jaxpr: Any, name_of: Any) -> Any:
+    def _layer_scans(self, jaxpr: Any, name_of: Any, around: Set[str]) -> Any:
         """Stacks of layers, recut at their levels; a stack with several levels is split first."""
         done: set[int] = set()
         while True:
@@ -99,16 +114,19 @@ class _Recompute:
             pair = todo[0]
             self.seen.append(pair.name)
             length = _jax.open_jaxpr(jaxpr).eqns[pair.forward].params["length"]
-            levels = for_stack(level_of(self.plan.layers, pair.name), length, pair.name)
+            levels = level_of(self.plan.layers, pair.name)
+            if pair.name in around and len(levels) > 1:
+                levels = (KEEP,)  # the counts were for the stack around this one
+            levels = for_stack(levels, length, pair.name)
             jaxpr, parts = split_scan(jaxpr, pair, [p.count or 0 for p in levels], self.copies)
             for part, level in zip(parts, levels):
                 done.add(self._id(jaxpr, part))
-                jaxpr = recompute_scan(jaxpr, part, level, self.copies)
+                jaxpr = recompute_scan(jaxpr, part, level, self.copies, self.record)
 
     @staticmethod
     def _id(jaxpr: Any, pair: Pair) -> int:
         """What stays of a pair while it is recut: the backward scan's first result."""
-        return id(_jax.open_jaxpr(jaxpr).eqns[pair.backward].outvars[0])
+        return id(results(_jax.open_jaxpr(jaxpr).eqns[pair.backward])[0])
 
     def _written_out(
         self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], pairs: Sequence[Pair], top: bool
@@ -119,6 +137,8 @@ class _Recompute:
         if not spans and top and not pairs and not any(direction(e) for e in inner.eqns):
             found = densest_place(jaxpr, table(jaxpr))
             spans = (found,) if found is not None else ()
+        # Layers that the user recomputes (jax.checkpoint) are left as they are.
+        spans = tuple(s for s in spans if not any(e.primitive.name in REMAT for e in inner.eqns[s.split : s.stop]))
         whole = frozenset(p.forward for p in pairs if p.layers)
         work = []
         for span in spans:
@@ -131,16 +151,23 @@ class _Recompute:
         held = set(split)
         for eqn in inner.eqns:  # views of split weights: the pin pass gathers them where they are used
             source = eqn.invars[0] if eqn.invars else None
-            if eqn.primitive.name in ("convert_element_type", "copy", "transpose") and is_var(source) and source in held:
+            if (
+                eqn.primitive.name in ("convert_element_type", "copy", "transpose")
+                and is_var(source)
+                and source in held
+            ):
                 held.add(eqn.outvars[0])
         gates = Gates(held, self.late, lambda v: self.copies.root(v)[0] in self.program.batch.dims)
-        made = recompute_layers(jaxpr, work, whole, self.copies, gates)
+        made = recompute_layers(jaxpr, work, whole, self.copies, gates, self.record)
         return made, self._repeated(jaxpr, work)
 
     def _level(self, segment: Segment) -> Level:
         if segment.name:
             self.seen.append(segment.name)
-        return level_of(self.plan.layers, segment.name)[0]
+        levels = level_of(self.plan.layers, segment.name)
+        if len(levels) > 1 and segment.name not in self.plan.layers:
+            return KEEP  # a pattern with counts is about stacks
+        return for_stack(levels, 1, segment.name)[0]
 
     def _repeated(self, jaxpr: Any, work: Any) -> set[Any]:
         eqns = _jax.open_jaxpr(jaxpr).eqns
@@ -153,7 +180,7 @@ class _Recompute:
             for v in e.outvars
         }
 
-    def _inside(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any]) -> Any:
+    def _inside(self, jaxpr: Any, names: Mapping[Any, str], split: Set[Any], around: Set[str]) -> Any:
         """Bodies of loops: an accumulation loop holds a whole backward pass, a recut scan may hold another pair."""
         inner = _jax.open_jaxpr(jaxpr)
         eqns = []
@@ -165,7 +192,7 @@ class _Recompute:
                     args = _jax.open_jaxpr(body).invars
                     known = {v: names[a] for v, a in zip(args, passed) if is_var(a) and a in names}
                     apart = {v for v, a in zip(args, passed) if is_var(a) and a in split}
-                    return self._body(body, known, apart)
+                    return self._body(body, known, apart, around)
 
                 eqn = map_bodies(eqn, rewrite)
             eqns.append(eqn)

@@ -8,7 +8,7 @@ free to run the slice early, or to postpone the weight gradients that hold it al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer
 from lensjax.plan.levels import KEEP, Level
 from lensjax.program.boundary import BackwardPass
 from lensjax.program.edit import is_var
-from lensjax.program.segments import Forward, Segment, forward_of
+from lensjax.program.segments import Forward, Segment, forward_of, stored_values
 from lensjax.program.values import Table, nbytes, results, table
 
+REMAT = ("remat2", "checkpoint")
 OFFLOADED = 2**16  # values below this many bytes are not worth a copy to the host
 
 
@@ -34,6 +35,20 @@ class Gates:
     held: Set[Any]
     late: bool
     batched: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one layer (of `count` equal ones, in a scan) keeps at its level: `kept` and `host` values of one layer,
+    `dropped` ones that are made again by the equations `again`; `work`: the equations of its forward."""
+
+    name: str
+    count: int
+    kept: tuple[Any, ...]
+    dropped: tuple[Any, ...]
+    again: tuple[Any, ...]
+    host: tuple[Any, ...]
+    work: tuple[Any, ...]
 
 
 @dataclasses.dataclass
@@ -62,14 +77,28 @@ def keeps(level: Level, eqn: Any) -> bool:
     return False
 
 
+def kept_by(level: Level, eqns: Sequence[Any]) -> set[Any]:
+    """Values that a level keeps whatever reads them. A named value is also the value that was given the name; results
+    of effects are made once, and those of the user's own remat are not put into another."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        if eqn.effects or eqn.primitive.name in REMAT or keeps(level, eqn):
+            found.update(results(eqn))
+            if eqn.primitive.name == "name":
+                found.update(a for a in eqn.invars if is_var(a))
+    return found
+
+
 def recompute_layers(
     jaxpr: Any,
     work: Sequence[tuple[BackwardPass, Sequence[tuple[Segment, Level]]]],
     pinned: Set[int],
     copies: Copies,
     gates: Gates,
+    record: list[Layer] | None = None,
 ) -> Any:
-    """The body with its layers' values kept, made again or moved as their levels say.
+    """The body with its layers' values kept, made again or moved as their levels say. `record` receives what each
+    layer keeps.
 
     `work`: for each differentiation its segments with their levels; `pinned`: positions of equations that are never
     repeated (stacks of scanned layers).
@@ -80,6 +109,8 @@ def recompute_layers(
     for span, segments in work:
         facts = forward_of(jaxpr, span, values)
         emitter.plan(facts, segments, pinned)
+        if record is not None:
+            record.extend(emitter.layers(facts, segments, pinned))
     return _jax.rebuild(jaxpr, eqns=emitter.run(), outvars=emitter.b.read_all(inner.outvars))
 
 
@@ -119,14 +150,36 @@ class _Emitter:
             for v in (*part.dropped, *part.host):
                 self.after[v] = facts.span.split
 
+    def layers(self, facts: Forward, segments: Sequence[tuple[Segment, Level]], pinned: Set[int]) -> list[Layer]:
+        """What each segment keeps, for whoever prices it."""
+        parts = {p.segment: p for p in self.parts}
+        stored = stored_values(self.inner, facts)
+        wanted = {v for p in parts.values() for v in p.inputs} | set(facts.backward)
+        moved = {v for p in parts.values() for v in p.host}
+        found = []
+        for segment, level in segments:
+            eqns = tuple(self.inner.eqns[segment.start : segment.stop])
+            made = [v for e in eqns for v in results(e)]
+            part = parts.get(segment)
+            if any(segment.start <= i < segment.stop for i in pinned) or (level.kind == KEEP.kind and not segment.name):
+                continue
+            if part is None:
+                found.append(Layer(segment.name, 1, tuple(v for v in made if v in stored), (), (), (), eqns))
+                continue
+            gone = tuple(v for v in made if v in stored and v not in part.kept)
+            kept = tuple(v for v in made if v in part.kept and v in wanted and v not in moved)
+            host = tuple(v for v in made if v in moved)
+            found.append(Layer(segment.name, 1, kept, gone, tuple(part.slice), host, eqns))
+        return found
+
     def _part(self, facts: Forward, segment: Segment, level: Level) -> _Part:
         kept: set[Any] = set()
         dropped: list[Any] = []
         eqns = self.inner.eqns[segment.start : segment.stop]
+        stays = kept_by(level, eqns)
         for eqn in eqns:
-            stays = bool(eqn.effects) or eqn.primitive.name in ("remat2", "checkpoint") or keeps(level, eqn)
             for v in results(eqn):
-                if stays or facts.forward.get(v, -1) >= segment.stop or v in self.gates.held:
+                if v in stays or facts.forward.get(v, -1) >= segment.stop or v in self.gates.held:
                     kept.add(v)
                 elif v in facts.backward:
                     dropped.append(v)
@@ -238,8 +291,3 @@ class _Emitter:
         self.b.env.update(zip(alive, outs[len(values) :]))
         for v, atom in zip(values, outs):
             self.again[v] = self.b.put(atom, DEVICE, like)
-
-
-def names_of(arguments: Sequence[Any], invars: Sequence[Any], roles: Set[str]) -> Mapping[Any, str]:
-    """Variable -> path of the arguments in the given roles."""
-    return {v: a.path for a, v in zip(arguments, invars) if a.role in roles}

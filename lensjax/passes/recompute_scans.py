@@ -18,7 +18,7 @@ from jax.extend import core as jcore
 
 from lensjax import _jax
 from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer, live
-from lensjax.passes.recompute_layers import OFFLOADED, keeps
+from lensjax.passes.recompute_layers import OFFLOADED, Layer, kept_by
 from lensjax.plan.levels import Level
 from lensjax.program.edit import is_var
 from lensjax.program.values import nbytes, results
@@ -82,11 +82,14 @@ class _Cut:
     held: Mapping[Any, Any]
 
 
-def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies) -> Any:
-    """The body with a pair recut at a level; the same object where there is nothing to gain."""
+def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies, record: list[Layer] | None = None) -> Any:
+    """The body with a pair recut at a level; the same object where there is nothing to gain. `record` receives what
+    each of its layers keeps."""
     inner = _jax.open_jaxpr(jaxpr)
     forward, backward = inner.eqns[pair.forward], inner.eqns[pair.backward]
     cut = _cut(inner, pair, level)
+    if record is not None:
+        record.append(_layer(pair, forward, backward, cut, level))
     if cut is None:
         return jaxpr
     host = frozenset(v for v in cut.stacked if level.kind == "offload" and _movable(v))
@@ -95,6 +98,21 @@ def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies) -> Any:
     eqns = list(inner.eqns)
     eqns[pair.forward], eqns[pair.backward] = ahead, back
     return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def _layer(pair: Pair, forward: Any, backward: Any, cut: _Cut | None, level: Level) -> Layer:
+    _, carry = _jax.scan_split(forward)
+    body = _jax.open_jaxpr(forward.params["jaxpr"])
+    read = {id(a) for a in _scanned(backward)}
+    between = [v for o, v in zip(forward.outvars[carry:], body.outvars[carry:]) if id(o) in read and is_var(v)]
+    work = tuple(body.eqns)
+    if cut is None:
+        return Layer(pair.name, forward.params["length"], tuple(between), (), (), (), work)
+    gone = set(cut.dropped.values())
+    host = tuple(v for v in cut.stacked if level.kind == "offload" and _movable(v))
+    kept = [v for v in (*between, *cut.stacked) if v not in gone and v not in host]
+    again = tuple(v for v in gone if v not in host)
+    return Layer(pair.name, forward.params["length"], tuple(kept), again, cut.slice, host, work)
 
 
 def _movable(v: Any) -> bool:
@@ -118,13 +136,12 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
     ys = [(o, v) for o, v in ys if not isinstance(o, jcore.DropVar)]
     scanned = {id(a) for a in _scanned(backward)}
     others = {id(a) for a in backward.invars[: sum(_jax.scan_split(backward))]}
+    kept = kept_by(level, body.eqns)
     dropped = {
         o: v for o, v in ys
-        if readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
-        and v in maker and not maker[v].effects and not keeps(level, maker[v])
+        if readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others and v in maker and v not in kept
     }  # fmt: skip
     held = {v: o for o, v in ys if o not in dropped}
-    kept = {v for e in body.eqns if keeps(level, e) or e.effects or _remat(e) for v in results(e)}
     need, again = set(dropped.values()), []
     for eqn in reversed(body.eqns):
         if any(v in need for v in results(eqn)):
@@ -137,14 +154,20 @@ def _cut(inner: Any, pair: Pair, level: Level) -> _Cut | None:
     stacked = tuple(
         v for v in inputs if v not in held and (v not in position or consts <= position[v] < consts + carry)
     )
-    if not dropped or sum(map(nbytes, stacked)) >= sum(map(nbytes, dropped.values())):
+    if level.kind == "offload":
+        # A layer's input that is stacked already goes to the host instead, where only the backward reads the stack.
+        alone = {
+            v: o for v, o in held.items()
+            if v in inputs and _movable(v)
+            and readers[o] == {pair.backward} and id(o) in scanned and id(o) not in others
+        }  # fmt: skip
+        stacked += tuple(alone)
+        dropped.update((o, v) for v, o in alone.items())
+        held = {v: o for v, o in held.items() if v not in alone}
+    stays = sum(nbytes(v) for v in stacked if level.kind != "offload" or not _movable(v))
+    if not dropped or stays >= sum(map(nbytes, dropped.values())):
         return None
     return _Cut(dropped, tuple(again), inputs, stacked, held)
-
-
-def _remat(eqn: Any) -> bool:
-    """The user's own remat keeps its results: it is not put into another."""
-    return eqn.primitive.name in ("remat2", "checkpoint")
 
 
 def _forward(eqn: Any, cut: _Cut, host: Set[Any], copies: Copies) -> tuple[Any, dict[Any, Any]]:
@@ -168,9 +191,7 @@ def _forward(eqn: Any, cut: _Cut, host: Set[Any], copies: Copies) -> tuple[Any, 
     return _jax.rescan(eqn, invars=eqn.invars, outvars=outs, body=new), stacks
 
 
-def _backward(
-    forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies
-) -> Any:
+def _backward(forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies) -> Any:
     """The backward scan with the slice in front of its body."""
     ahead = _jax.open_jaxpr(forward.params["jaxpr"])
     body = _jax.open_jaxpr(eqn.params["jaxpr"])

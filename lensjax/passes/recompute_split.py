@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,12 +37,12 @@ def split_scan(jaxpr: Any, pair: Pair, counts: Sequence[int], copies: Copies) ->
     if len(counts) == 1:
         return jaxpr, [pair]
     inner = _jax.open_jaxpr(jaxpr)
-    forward, backward = inner.eqns[pair.forward], inner.eqns[pair.backward]
+    forward = inner.eqns[pair.forward]
     bounds = [sum(counts[:n]) for n in range(len(counts) + 1)]
     if forward.params["reverse"]:  # the first layer is the last row
-        rows = [(bounds[-1] - z, bounds[-1] - a) for a, z in zip(bounds, bounds[1:])]
+        rows = [(bounds[-1] - z, bounds[-1] - a) for a, z in itertools.pairwise(bounds)]
     else:
-        rows = list(zip(bounds, bounds[1:]))
+        rows = list(itertools.pairwise(bounds))
     between = {v for v in forward.outvars if _only_read_by(inner, v, pair.backward)}
     w = Writer(copies)
     pieces: dict[Any, list[Any]] = {}
@@ -82,16 +83,19 @@ def _run(w: Writer, eqn: Any, rows: Any, order: Any, pieces: dict[Any, list[Any]
                 (x,) = w.apply(Rows(start, stop), w.read(a), like=eqn, name="lensjax.layers")
                 w.copies.add(x, a)
                 xs.append(x)
-        outs = [w.copies.fresh(v) for v in eqn.outvars[:carry]]
+        # A carry that nobody reads in the end is still handed from part to part.
+        outs = [
+            _jax.new_var(v.aval) if isinstance(v, jcore.DropVar) else w.copies.fresh(v) for v in eqn.outvars[:carry]
+        ]
+        for new, a in zip(outs, _jax.open_jaxpr(eqn.params["jaxpr"]).invars[consts : consts + carry]):
+            w.copies.old.setdefault(new, (a, 0))
         ys = []
         for v, inside in zip(eqn.outvars[carry:], _jax.open_jaxpr(eqn.params["jaxpr"]).outvars[carry:]):
             shape = (stop - start, *inside.aval.shape)
             ys.append(w.copies.fresh(v, v.aval.update(shape=shape)))
         body = eqn.params["jaxpr"] if k == 0 else refresh(eqn.params["jaxpr"], w.copies)
         positions.append(len(w.eqns))
-        w.emit(
-            _jax.rescan(eqn, invars=[*shared, *state, *xs], outvars=[*outs, *ys], body=body, length=stop - start)
-        )
+        w.emit(_jax.rescan(eqn, invars=[*shared, *state, *xs], outvars=[*outs, *ys], body=body, length=stop - start))
         state = outs
         for found, y in zip(stacked, ys):
             found.append(y)

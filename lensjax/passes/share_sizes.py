@@ -70,6 +70,13 @@ def sizes(program: Program, plan: Plan) -> Sizes:
     slow = slow_axes(plan)
     axes = batch_axes(plan) if looped else slow
     inside = tuple(a for a in batch_axes(plan) if a not in axes)
+    if slow != batch_axes(plan)[: len(slow)]:
+        raise PlanError(
+            f"field 'reduce' of the plan is about the mesh axes {', '.join(slow)}; the batch is split over "
+            f"{', '.join(batch_axes(plan))}",
+            hint="axes that are reduced apart are the outermost of the batch's: reorder 'rules.activations.batch'",
+            code="split",
+        )
     n, outer, groups = program.batch.size, split.outer, ways(plan, axes)
     unit = outer * groups
     if n % (unit * ways(plan, inside)):

@@ -225,27 +225,33 @@ class _Shares:
             single,
             in_axes=(0, *(d for _, d in batch)),
             axis_size=z.groups,
-            spmd_axis_name=z.axes if len(z.axes) > 1 else z.axes[0],
+            spmd_axis_name=z.axes,
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
     def total(self, cut: Cut, x: Any) -> Any:
-        """The reduction over the groups: first over the faster axes, then over the plan's slow ones."""
-        z, spec = self.sizes, self._total_spec(cut)
+        """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
+        ones reduce parts only; then over the rest at once. The plan's slow axes go through its own reduction."""
+        z, spec, shape = self.sizes, self._total_spec(cut), self.plan.mesh.shape
         if self.plan.mesh.size == 1:
             return over(cut.op, x).astype(cut.var.aval.dtype)
         x = self.constrain(x, 0, spec=self._partial_spec(cut))
         gradient = cut.op == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
-        if z.slow and z.slow == z.axes[: len(z.slow)] and gradient:
-            outside = tuple(tuple(a for a in axes if a not in z.slow) for axes in spec)
-            if z.slow != z.axes:
-                slow = 1
-                for a in z.slow:
-                    slow *= self.plan.mesh.shape[a]
-                x = over(cut.op, x.reshape((slow, -1, *x.shape[1:])), 1)
-                entries = PartitionSpec(z.slow, *(axes or None for axes in outside))
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, entries))
-            x, _ = self.reduce(x, mesh=self.mesh, spec=outside, axes=z.slow, state=None)
+        left, scattered = z.axes, {a for axes in spec for a in axes}
+        while left:
+            if gradient and z.slow == left:
+                outside = tuple(tuple(a for a in axes if a not in left) for axes in spec)
+                x, _ = self.reduce(x, mesh=self.mesh, spec=outside, axes=left, state=None)
+                break
+            *rest, fast = left
+            if fast not in scattered and not (gradient and z.slow):
+                x = over(cut.op, x)
+                break
+            left = tuple(rest)
+            x = over(cut.op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
+            entries = [tuple(a for a in axes if a not in left) or None for axes in spec]
+            where = NamedSharding(self.mesh, PartitionSpec(left or None, *entries))
+            x = jax.lax.with_sharding_constraint(x, where)
         else:
-            x = over(cut.op, x)
+            x = x[0]
         return jax.lax.with_sharding_constraint(x, named(self.mesh, spec)).astype(cut.var.aval.dtype)

@@ -107,7 +107,7 @@ class _Writer:
         assert body is not None
         b = Builder()
         invars = [self.rename(b, v) for v in body.invars]
-        offset = _jax.new_var(jax.core.ShapedArray((), jnp.int32))
+        offset = _jax.new_var(jax.typeof(np.int32(0)))
         totals = {c.var: _jax.new_var(c.var.aval) for c in self.order}
         targets = [c.var for c in wanted] + [body.outvars[r] for r in results]
         self.raw = {c.var for c in wanted}

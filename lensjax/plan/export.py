@@ -55,7 +55,7 @@ def check(plan: Plan) -> None:
     more = {
         "layers (recompute, offload)": bool(plan.layers),
         "micro (micro-batches)": plan.micro != Micro(),
-        "reduce (compressed reductions)": any(r.codec != "exact" for r in plan.reduce.values()),
+        "reduce (compressed or delayed reductions)": any(r.codec != "exact" or r.split for r in plan.reduce.values()),
         "pipeline (stages)": plan.pipeline is not None,
     }
     if wrong := [k for k, v in more.items() if v]:

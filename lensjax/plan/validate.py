@@ -72,6 +72,12 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
         for name in ("codec", "bucket"):
             if getattr(reduce, name) != getattr(Reduce(), name):
                 raise _not_yet(f"reduce.{tier}.{name}", getattr(reduce, name), "gradients are reduced exactly")
+        batch = plan.rules.activations.get("batch", ())
+        if reduce.split and not any(a.tier == tier and a.name in batch for a in plan.mesh.axes):
+            raise PlanError(
+                f"field 'reduce.{tier}.split' does nothing: no mesh axis of that tier splits the batch",
+                hint="the tier of an axis stands in 'mesh.axes'",
+            )
     if plan.pipeline is not None:
         raise _not_yet("pipeline", f"{plan.pipeline.stages} stages", "set it to null")
     if plan.flags:

@@ -30,7 +30,7 @@ class BackwardPass:
 
 
 def direction(eqn: Any) -> str:
-    """"forward" or "backward" for an equation that JAX made by differentiating, by its outermost transformation; ""
+    """ "forward" or "backward" for an equation that JAX made by differentiating, by its outermost transformation; ""
     for others."""
     name = str(eqn.source_info.name_stack)
     jvp, transpose = name.find("jvp("), name.find("transpose(")

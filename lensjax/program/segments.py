@@ -8,6 +8,7 @@ for no names, and the one that would hold less is taken.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os.path
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ THRESHOLDS = 120  # limits on what one segment may drop
 # Layers that the user numbered are taken unless nameless cuts hold this much less.
 PREFERENCE = 0.9
 # A cast or transpose of a parameter is that parameter: what counts is where it is computed with.
-VIEWS = ("convert_element_type", "copy", "transpose", "reshape", "squeeze", "broadcast_in_dim", "sharding_constraint")
+VIEWS = frozenset(
+    "convert_element_type copy transpose reshape squeeze slice broadcast_in_dim sharding_constraint".split()
+)
 _NUMBERED = re.compile(r"^(.*?/)?([^/]*?)(\d+)(?=/|$)")
 
 
@@ -83,15 +86,13 @@ def segments(
     free = grid.best()
     if numbered and grid.holds(numbered) * PREFERENCE <= grid.holds(free):
         paths = _path_of(inner, span, names)
-        made = [(a, z, _majority(paths[a - span.start : z - span.start])) for a, z in zip(numbered, numbered[1:])]
+        made = [(a, z, _majority(paths[a - span.start : z - span.start])) for a, z in itertools.pairwise(numbered)]
         inside = [n for n, (_, _, name) in enumerate(made) if layer_name(name)]
-        return tuple(
-            Segment(a, z, name if inside[0] <= n <= inside[-1] else "") for n, (a, z, name) in enumerate(made)
-        )
+        return tuple(Segment(a, z, name if inside[0] <= n <= inside[-1] else "") for n, (a, z, name) in enumerate(made))
     if grid.whole:
-        return tuple(Segment(a, z, "") for a, z in zip(free, free[1:]))
+        return tuple(Segment(a, z, "") for a, z in itertools.pairwise(free))
     paths = _path_of(inner, span, names)
-    made = [(a, z, _majority(paths[a - span.start : z - span.start])) for a, z in zip(free, free[1:])]
+    made = [(a, z, _majority(paths[a - span.start : z - span.start])) for a, z in itertools.pairwise(free)]
     return tuple(Segment(a, z, name or f"segment {n}") for n, (a, z, name) in enumerate(made))
 
 
@@ -101,7 +102,7 @@ class _Grid:
     def __init__(self, inner: Any, facts: Forward, table: Table, whole: frozenset[int]):
         span = self.span = facts.span
         self.whole = {i for i in whole if span.start <= i < span.split}
-        self.stored = _stored(inner, facts)
+        self.stored = stored_values(inner, facts)
         rows = [
             (i, facts.forward.get(v, -1), table.bytes[v], v in self.stored)
             for v, i in table.made.items()
@@ -143,7 +144,7 @@ class _Grid:
         first = np.maximum(use, home) + 1
         _rectangle(drop, home[back], first[back], np.full(int(back.sum()), k + 1), b[back])
         kept, drop = (np.cumsum(m[:k, :k], axis=1) for m in (_upward(kept), _upward(drop)))
-        for n, (a, z) in enumerate(zip(places, places[1:])):
+        for n, a in enumerate(places[:-1]):
             if a in self.whole:
                 drop[n, n + 1] = 0.0
         return kept, drop
@@ -163,7 +164,9 @@ class _Grid:
             usable = allowed & ((drop <= limit) | (apart == 1))
             price = np.where(usable, kept, np.inf)
             path = _shortest(price)
-            total = sum(kept[a, c] for a, c in zip(path, path[1:])) + max(drop[a, c] for a, c in zip(path, path[1:]))
+            total = sum(kept[a, c] for a, c in itertools.pairwise(path)) + max(
+                drop[a, c] for a, c in itertools.pairwise(path)
+            )
             option = (float(total), -len(path), path)
             best = option if best is None or option < best else best
         assert best is not None
@@ -200,7 +203,7 @@ def _shortest(price: np.ndarray) -> list[int]:
     return path[::-1]
 
 
-def _stored(inner: Any, facts: Forward) -> set[Any]:
+def stored_values(inner: Any, facts: Forward) -> set[Any]:
     """Forward values that XLA stores for the backward: what it reads, pulled back through element-wise chains (which
     are fused, and made again for nothing) to what is worth storing."""
     span = facts.span
@@ -232,9 +235,7 @@ def _path_of(inner: Any, span: BackwardPass, names: Mapping[Any, str]) -> list[s
 
 def _direct(inner: Any, span: BackwardPass, names: Mapping[Any, str]) -> list[list[str]]:
     return [
-        [names[a] for a in e.invars if is_var(a) and a in names]
-        if e.primitive.name not in ("scan", *VIEWS)
-        else []
+        [names[a] for a in e.invars if is_var(a) and a in names] if e.primitive.name not in ("scan", *VIEWS) else []
         for e in inner.eqns[span.start : span.split]
     ]
 
@@ -297,5 +298,6 @@ def regrouped(jaxpr: Any, span: BackwardPass, run: Sequence[Segment], whole: fro
     first, last = run[0].start, run[-1].stop
     cuts = grid.best([p for p in grid.candidates([s.start for s in run] + [last]) if first <= p <= last])
     return [
-        Segment(a, z, _majority([s.name for s in run if s.start < z and a < s.stop])) for a, z in zip(cuts, cuts[1:])
+        Segment(a, z, _majority([s.name for s in run if s.start < z and a < s.stop]))
+        for a, z in itertools.pairwise(cuts)
     ]

@@ -17,6 +17,7 @@ from lensjax.report.alike import alike
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
+from lensjax.search.judged import disagreement
 
 
 def render(*items: Any, width: int = 120) -> str:
@@ -35,7 +36,10 @@ def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> st
 
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
-    parts = [headline(program, choice), table(choice), refused(choice), reasons(choice), leaves(program, choice.plan)]
+    parts = [
+        headline(program, choice), table(choice), refused(choice), reasons(choice), held(choice),
+        leaves(program, choice.plan),
+    ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
 
@@ -89,6 +93,28 @@ def table(choice: Choice) -> Table:
     return out
 
 
+# What holds memory, in the order of the table; what the scorer calls otherwise is summed up as "other".
+_KINDS = ("parameter", "optimizer", "results", "activations", "communication", "temporaries")
+
+
+def held(choice: Choice) -> Table | None:
+    """What holds memory at the peak, in the chosen plan and in each preset: where they differ."""
+    rows = [c for c in choice.candidates if c.plan is not None and c.plan.predicted is not None]
+    rows = [c for c in rows if not c.searched or c.plan == choice.plan]
+    if len(rows) < 2:
+        return None
+    out = Table("bytes at the peak", *_KINDS, "other", box=None, pad_edge=False)
+    out.columns[0].overflow = "fold"
+    for column in out.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for c in rows:
+        memory = c.plan.predicted.memory  # type: ignore[union-attr]
+        other = sum(v for k, v in memory.items() if k not in _KINDS)
+        mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
+        out.add_row(c.name + mark, *[size(memory.get(k, 0.0)) for k in _KINDS], size(other))
+    return out
+
+
 def refused(choice: Choice) -> Flow | None:
     """The candidates that do not apply, and why: each reason once."""
     names: dict[str, list[str]] = {}
@@ -117,7 +143,23 @@ def reasons(choice: Choice) -> Flow | None:
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
             lines.append(f"{c.name} would be faster ({duration(c.step_s)}) but needs {size(over)} more than there is")
     lines += searched(choice)
+    lines += compiled(choice)
     return Flow("\n".join(lines)) if lines else None
+
+
+def compiled(choice: Choice) -> list[str]:
+    """What the compiled schedules of the last candidates say, against what was predicted."""
+    lines = []
+    for c in choice.candidates:
+        apart = disagreement(c)
+        if c.judged is not None and apart is not None:
+            lines.append(
+                f"compiled, {c.name} takes {duration(c.judged.step_s)} (predicted {duration(c.step_s)}: {apart:+.0%}) "
+                f"and holds {size(c.judged.peak_bytes)}"
+            )
+        elif c.plan is not None and c.reason:
+            lines.append(f"{c.name}: {c.reason}")
+    return lines
 
 
 def searched(choice: Choice) -> list[str]:

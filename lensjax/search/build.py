@@ -14,6 +14,8 @@ from lensjax.search.space import Axes
 from lensjax.search.storage import Storage
 from lensjax.search.tables import Tables
 
+# What names of plans that a search proposed begin with.
+SEARCHED = "searched "
 NAMES = {"tensor": "tp", "sequence": "cp", "expert": "ep"}
 
 
@@ -86,7 +88,7 @@ def mesh_names(roles: Sequence[str], storage: Sequence[Storage]) -> tuple[str, .
 
 def name_of(case, names: Sequence[str], storage: Mapping[int, Storage]) -> str:
     parts = [f"{n}={s}" for n, s in zip(names, case.sizes)]
-    return "searched " + ",".join(parts)
+    return SEARCHED + ",".join(parts)
 
 
 def _tier(sizes: Sequence[int], i: int, tier_of: Mapping[int, str]) -> str:

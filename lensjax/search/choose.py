@@ -8,6 +8,7 @@ best of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +18,12 @@ from lensjax._units import size
 from lensjax.cost.pricer import Pricer
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
+from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
-from lensjax.plan.plan import Plan
+from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import Program
-from lensjax.search.build import NAMES
+from lensjax.search.build import NAMES, SEARCHED
+from lensjax.search.levels import levels
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -29,17 +32,25 @@ from lensjax.topology.cluster import Cluster
 
 # How often a search is repeated with less memory when the partitioner finds more than the inner model did.
 ROUNDS = 3
+# Plans that do not fit, fastest first, that are tried with recompute and offload.
+RECOMPUTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A plan with its price (`plan.predicted`), or the reason why it does not apply. `inner_s`: seconds of the search's
-    own model, None where it was not asked."""
+    own model, None where it was not asked; `judged`: what a judge predicts that was passed in (see `judged`)."""
 
     name: str
     plan: Plan | None
     reason: str = ""
     inner_s: float | None = None
+    judged: Predicted | None = None
+
+    @property
+    def searched(self) -> bool:
+        """Whether a search proposed it (it is no preset that could be named)."""
+        return self.name.startswith(SEARCHED)
 
     @property
     def step_s(self) -> float:
@@ -129,6 +140,7 @@ def choose(
     candidates = price_all(makers, pricer, progress, stop)
     found, proposal = _search(problem, pricer, propose, candidates, progress)
     candidates = sorted([*found, *candidates], key=_rank)
+    candidates = sorted([*candidates, *_with_levels(candidates, pricer, limit, stop)], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -168,16 +180,17 @@ def _search(
         if progress is not None:
             progress("searching")
         try:
-            proposal = propose(dataclasses.replace(problem, memory=allowed) if round_ else problem)
+            proposal = propose(problem.with_memory(allowed) if round_ else problem)
         except (PlanError, PartitionError) as e:
-            return [Candidate("search", None, e.message)], first
+            return [*found, Candidate(f"{SEARCHED}plans", None, e.message)], first
+        except Exception as e:  # a strategy's fault must not take the presets away; the report shows it
+            why = f"the search failed on this step: {type(e).__name__}: {e}"
+            return [*found, Candidate(f"{SEARCHED}plans", None, why)], first
         first = proposal if not round_ else first
         plans = [p for p in proposal.plans if _content(p) not in seen]
         seen |= {_content(p) for p in plans}
-        new = price_all(
-            [(_named(p, found, k), lambda p=p: p) for k, p in enumerate(plans)], pricer, progress, problem.stop
-        )
-        new = [dataclasses.replace(c, plan=dataclasses.replace(c.plan, name=c.name)) if c.plan else c for c in new]
+        named = _named(plans, {c.name for c in found})
+        new = price_all([(p.name, lambda p=p: p) for p in named], pricer, progress, problem.stop)
         found += new
         best = min((c.step_s for c in (*found, *presets) if c.fits(problem.memory)), default=math.inf)
         large = [c for c in new if c.plan is not None and not c.fits(problem.memory) and c.step_s < best]
@@ -189,9 +202,15 @@ def _search(
     return found, first
 
 
-def _named(plan: Plan, found: Sequence[Candidate], k: int) -> str:
-    taken = {c.name for c in found}
-    return plan.name if plan.name not in taken else f"{plan.name} #{len(found) + k + 1}"
+def _named(plans: Sequence[Plan], taken: set[str]) -> list[Plan]:
+    """The plans, each with a name of its own."""
+    out = []
+    for plan in plans:
+        number = next(n for n in itertools.count(1) if f"{plan.name}{'' if n == 1 else f' #{n}'}" not in taken)
+        plan = plan.replace(name=plan.name if number == 1 else f"{plan.name} #{number}")
+        taken = {*taken, plan.name}
+        out.append(plan)
+    return out
 
 
 def _content(plan: Plan) -> str:
@@ -199,9 +218,12 @@ def _content(plan: Plan) -> str:
 
 
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
-    if proposal.bound is None or c.plan is None:
+    if proposal.bound is None or c.plan is None or c.plan.layers:
+        return c  # the search's own model does not know recompute
+    try:
+        solution = solution_of(problem, c.plan)
+    except PlanError:
         return c
-    solution = solution_of(problem, c.plan)
     return dataclasses.replace(c, inner_s=solution.seconds if solution is not None else None)
 
 
@@ -209,6 +231,23 @@ def _gap(best: Candidate, proposal: Proposal) -> float | None:
     if proposal.bound is None or best.inner_s is None or not 0 < proposal.bound < math.inf:
         return None
     return max(0.0, best.inner_s / proposal.bound - 1)
+
+
+def _with_levels(
+    candidates: Sequence[Candidate], pricer: Pricer, limit: float, stop: Callable[[], bool]
+) -> list[Candidate]:
+    """The fastest plans that do not fit, with levels under which they do; those slower than one that fits are left."""
+    best = min((c.step_s for c in candidates if c.fits(limit)), default=math.inf)
+    large = [c for c in candidates if c.plan is not None and not c.fits(limit) and c.step_s < best]
+    out = []
+    for c in large[:RECOMPUTED]:
+        assert c.plan is not None
+        made = levels(pricer.program, c.plan, pricer.cluster, limit, pricer) if not stop() else None
+        if made is not None:
+            kinds = "+".join(sorted({p.kind for text in made.layers.values() for p in parse(text)} - {"keep"}))
+            name = f"{c.name} with {kinds}"
+            out.append(Candidate(name, dataclasses.replace(made, name=name)))
+    return out
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
@@ -232,16 +271,19 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     plan = nearest.plan
     assert plan is not None and plan.predicted is not None
     over = plan.predicted.peak_bytes - limit
-    parts = sorted(plan.predicted.memory.items(), key=lambda kv: -kv[1])
+    parts = sorted(((k, v) for k, v in plan.predicted.memory.items() if k != "host"), key=lambda kv: -kv[1])
     parts_held = ", ".join(f"{k} {size(v)}" for k, v in parts if v > 0)
     largest = "\n".join(f"    {path}: {size(held)}" for path, held in largest_leaves(program, plan))
     return DoesNotFit(
         f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
         f"  the largest state tensors per device:\n{largest}",
-        hint="use more devices, a smaller batch or sequence, or recompute (jax.checkpoint / nn.remat around the "
-        "layers); "
-        f'plan="{nearest.name}" runs it all the same',
+        hint="use more devices, or a smaller batch or sequence (recomputing the layers was tried, and is not enough); "
+        + (
+            f"memory={plan.predicted.peak_bytes:.3g} takes {nearest.name} all the same"
+            if nearest.searched
+            else f'plan="{nearest.name}" runs it all the same'
+        ),
     )
 
 

@@ -106,9 +106,9 @@ class Model:
         regions = len(t.regions)
         kernels = np.bincount(t.kernel_region, weights=each * np.array(t.regions)[t.kernel_region], minlength=regions)
         blocking = np.zeros(regions)
-        for s in laid.sent:
-            split = 2.0 ** sum(scale[m] for m in s.split)
-            blocking[s.region] += s.trips * float(self.links.seconds(s.op, sizes, s.axes, s.bytes / split))
+        for op, axes, split, nbytes, trips, where in laid.calls:
+            seconds = self.links.seconds(op, sizes, axes, nbytes / 2.0 ** sum(scale[m] for m in split))
+            np.add.at(blocking, where, trips * seconds)
         return kernels, blocking, ways
 
     def case(self, pattern: Pattern, sizes: tuple[int, ...], again: bool) -> Case:

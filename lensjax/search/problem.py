@@ -61,6 +61,13 @@ class Problem:
         """Every mesh with its rules."""
         return tuple(shapes(self.program, self.axes, self.cluster.devices))
 
+    def with_memory(self, memory: float) -> Problem:
+        """The same problem with other memory; what was made from the program and the cluster is kept."""
+        other = dataclasses.replace(self, memory=memory)
+        made = ("tables", "axes", "model", "shapes")
+        other.__dict__.update({k: self.__dict__[k] for k in made if k in self.__dict__})
+        return other
+
     def floors(self) -> Iterator[tuple[float, Shape]]:
         """Each shape with the seconds that it cannot undercut."""
         for s in self.shapes:

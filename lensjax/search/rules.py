@@ -10,11 +10,13 @@ the cases where little is left).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from lensjax.search.tables import STORED, Contraction, Dims, Tables
+from lensjax.search.sums import Contraction, Dims
+from lensjax.search.tables import STORED, Tables
 
 Rule = tuple[int, tuple[int, ...]]
 
@@ -53,6 +55,17 @@ class Laid:
     kernels: np.ndarray
     weights: np.ndarray
     sent: tuple[Sent, ...]
+
+    @functools.cached_property
+    def calls(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray], ...]:
+        """What is sent, by kind: (op, axes, split, bytes, trips, regions), the last three as arrays."""
+        kinds: dict[tuple, list[Sent]] = {}
+        for s in self.sent:
+            kinds.setdefault((s.op, s.axes, s.split), []).append(s)
+        return tuple(
+            (*kind, *(np.array([getattr(s, name) for s in members]) for name in ("bytes", "trips", "region")))
+            for kind, members in kinds.items()
+        )
 
 
 def lay(t: Tables, pattern: Pattern) -> Laid:
@@ -118,9 +131,8 @@ class Layout:
             for m, f in own.items():
                 if f is not None and at.get(m) == f:
                     continue
-                moved.setdefault(
-                    "all_to_all" if at.get(m) in present and at.get(m) is not None else "all_gather", []
-                ).append(m)
+                exchanged = m in at and (at[m] in present or c.passes)
+                moved.setdefault("all_to_all" if exchanged else "all_gather", []).append(m)
             for op, axes in moved.items():
                 rest = [m for m in own if m not in axes] if op == "all_gather" else list(own)
                 out.append(self.event(op, axes, rest, v, c.region, (v,)))

@@ -16,9 +16,11 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lensjax.search.inner import EXPOSED, Case
+
+# Solutions that differ by less than this part of their seconds are as good as each other: the simpler is kept.
+AS_GOOD = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,8 @@ def _solution(case: Case, chosen: list[int]) -> Solution:
 
 
 def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, and often not needed
+
     counts = [len(o) for o in case.options]
     flat = [o for options in case.options for o in options]
     regions, n = len(case.kernels), len(flat)
@@ -136,7 +140,7 @@ def best_first(
     """
     order = sorted(enumerate(floors), key=lambda x: (x[1][0], x[0]))
     kept: list[Solution] = []
-    examined, open_floor = 0, np.inf
+    examined, open_floor, best = 0, np.inf, np.inf
     for _, (floor, key) in order:
         if len(kept) >= keep and floor > kept[-1].seconds:
             break
@@ -149,16 +153,17 @@ def best_first(
                 continue
             solution = solve(case, limit)
             if solution is not None:
+                best = min(best, solution.seconds)
                 kept = _keep([*kept, solution], keep, family, each)
-    bound = min(kept[0].seconds if kept else np.inf, open_floor)
-    return Searched(tuple(kept), bound, examined, len(order), open_floor == np.inf)
+    return Searched(tuple(kept), min(best, open_floor), examined, len(order), open_floor == np.inf)
 
 
 def _keep(found: list[Solution], keep: int, family: Callable[[Solution], Hashable], each: int | None) -> list[Solution]:
-    """The best of all, no more than `each` of a family; of equal ones the mesh with fewer axes."""
-    found = sorted(found, key=lambda s: (round(s.seconds, 12), len(s.case.sizes), s.bytes))
+    """The best of all, no more than `each` of a family; of those that are as good the mesh with fewer axes."""
     if each is None:
-        return found[:keep]
+        return sorted(found, key=lambda s: (s.seconds, len(s.case.sizes), s.bytes))[:keep]
+    least = min(s.seconds for s in found)
+    found = sorted(found, key=lambda s: (int((s.seconds / least - 1) / AS_GOOD), len(s.case.sizes), s.bytes))
     count: dict[Hashable, int] = {}
     out = []
     for s in found:

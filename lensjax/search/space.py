@@ -30,6 +30,8 @@ from lensjax.search.tensor import batch_input_axes, expert_axes, tensor_axes
 LARGEST = 64
 # A lookup table that holds at least this part of the parameters may be split by rows over devices that split the batch.
 TABLES = 0.25
+# and of these tables those that hold at least this part: a small one is not worth moving its lookups.
+LARGE_TABLE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,8 @@ def _tables(program: Program, back: dict[int, int]) -> tuple[int, ...]:
                 held[axis] = held.get(axis, 0) + program.arguments[i].nbytes
     if sum(held.values()) < TABLES * total:
         return ()
-    return tuple(sorted(back[a] for a in held if a in back))
+    large = [a for a, n in held.items() if n >= LARGE_TABLE * total]
+    return tuple(sorted(back[a] for a in large if a in back))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,8 @@ from lensjax.program.program import Program
 from lensjax.search.links import Links
 from lensjax.search.presets import split
 from lensjax.search.rules import Laid
-from lensjax.search.tables import Dims, Group, Tables
+from lensjax.search.sums import Dims
+from lensjax.search.tables import Group, Tables
 
 # Mesh axes of each dimension.
 Axes = tuple[tuple[int, ...], ...]

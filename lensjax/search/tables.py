@@ -13,10 +13,7 @@ alike (one layer stack, the same sizes) form one *group*: an unrolled network ha
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,13 +23,18 @@ from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
 from lensjax.partition.flops import flops
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, fuse, sources
-from lensjax.partition.text import integers, named_list
+from lensjax.partition.text import named_list
 from lensjax.partition.whole import Whole
 from lensjax.partition.work import Worker
 from lensjax.program.program import Program
+from lensjax.search.sums import MOVED, NOT_PASSING, SUMS, Contraction, Dims
 from lensjax.topology.cluster import Device
 
-Dims = tuple[Dimension, ...]
+# Operands that are less than this part of what a kernel moves say nothing about what it works on.
+SMALL = 0.01
+# Above so many moments it takes less time to look at all of them than to find out which matter.
+MOMENTS = 1000
+
 ACTIVATION, USE, STORED, OTHER = range(4)
 
 
@@ -53,25 +55,9 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contraction:
-    """A matmul or the like: how dimensions of operands and result meet.
-
-    `pairs[k]`: dimension of operand k -> dimension of the result; `summed[k]`: dimensions of operand k that are summed
-    over, in the order in which they meet. `weight`: it makes a weight's gradient (its partial sums are the group's).
-    """
-
-    operands: tuple[int, ...]
-    result: int
-    pairs: tuple[dict[int, int], ...]
-    summed: tuple[tuple[int, ...], ...]
-    region: int
-    weight: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Tables:
     """Everything the inner model knows of a program on one kind of device. Classes are distinct (kind, dimensions) of
-    values; `dims[c]` and `kind[c]` describe class c, `owner[c]` its group if it is stored.
+    values; `classes[c]` describes class c, `owner[c]` is its group if it is stored, else -1.
 
     regions:   trips of each region; 0 is what is outside of loops.
     kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch;
@@ -85,7 +71,6 @@ class Tables:
 
     values: tuple[Value, ...]
     classes: tuple[tuple[int, Dims], ...]
-    class_of: dict[int, int]
     owner: tuple[int, ...]
     regions: tuple[int, ...]
     kernel_region: np.ndarray
@@ -124,7 +109,6 @@ class _Maker:
         self.signature: dict[tuple, int] = {}
         self.groups = self._groups()
         self.classes: dict[tuple, int] = {}
-        self.class_of: dict[int, int] = {}
         self.owner: list[int] = []
         self.regions: list[int] = [1]
         self.kernels: list[tuple] = []
@@ -200,6 +184,8 @@ class _Maker:
         groups = []
         for g, (name, layer, leaves) in enumerate(self.groups):
             regions = self.read_in.get(g) or [0]
+            if layer is not None:  # what reads a whole stack (its norm) is not the layer
+                regions = [r for r in regions if r] or regions
             wire = self.wire.get(g) or float(np.dtype(self.program.arguments[leaves[0]].dtype).itemsize)
             groups.append(Group(name, layer, tuple(leaves), wire, min(regions), max(regions)))
         invars = body.arguments
@@ -212,7 +198,6 @@ class _Maker:
         return Tables(
             values=tuple(self.values),
             classes=tuple((k[0], k[1] if k[0] != STORED else ()) for k in self.classes),
-            class_of=self.class_of,
             owner=tuple(self.owner),
             regions=tuple(self.regions),
             kernel_region=np.array([k[0] for k in self.kernels], int),
@@ -242,34 +227,30 @@ class _Maker:
                     self.regions.append(self.regions[region] * (node.trips or 1))
                     self.body(inner, len(self.regions) - 1)
                 continue
+            self.passing(node, region)
+            self.contraction(node, region, inside)
             if node.name in ALIASES or node.name in FREE:
                 continue
             if node.outputs and not any(v in model.stored for v in node.outputs):
                 continue
             self.kernel(node, model, region, inside)
-            self.contraction(node, region, inside)
 
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
-        worker = Worker(self.values, ())
-        op = worker.operation(node, model, 1)
-        read = sources(node, self.values, model)
+        op = Worker(self.values, ()).operation(node, model, 1)
         computes = multiplies(op) or node.name in ("stablehlo.gather", "stablehlo.scatter")
-        stored = not inside and not computes
-        moved = dict(read)
+        moved = sources(node, self.values, model)
         for v in node.outputs:
             moved[v] = moved.get(v, 0.0) + self.values[v].bytes
         total = sum(moved.values())
         scale = op.bytes / total if total else 0.0
         by_class: dict[int, float] = defaultdict(float)
-        only_stored = stored
         for v, n in moved.items():
-            c = self.classify(v, inside, stored)
-            self.class_of.setdefault(v, c)
-            by_class[c] += n * scale
-            only_stored &= self.owner[c] >= 0
-        if only_stored and by_class:
-            for c, n in by_class.items():
-                self.stored[self.owner[c]] += n
+            # Casts, slices and updates of weights work on what is stored, also inside of loops.
+            by_class[self.classify(v, inside, not computes)] += n * scale
+        owners = {self.owner[c]: n for c, n in by_class.items() if n > SMALL * op.bytes}
+        if not computes and owners and min(owners) >= 0:
+            self.stored[max(owners, key=lambda g: owners[g])] += op.bytes * self.regions[region]
+            self.kernels.append((region, 0.0, (), self.launch, {}))
             return
         axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
         if node.name == "stablehlo.dot_general":
@@ -281,24 +262,33 @@ class _Maker:
     # ---- what meets what ----------------------------------------------------------------------------------------
 
     def contraction(self, node: Node, region: int, inside: bool) -> None:
-        maker = {
-            "stablehlo.dot_general": _dot, "stablehlo.convolution": _convolution, "stablehlo.reduce": _reduce,
-            "chlo.ragged_dot": _ragged, "stablehlo.gather": _lookup, "stablehlo.scatter": _lookup_backward,
-        }.get(node.name)  # fmt: skip
+        maker = SUMS.get(node.name)
         found = maker(node, self.values, self.dims) if maker is not None else None
         if found is None:
             return
         operands, pairs, summed = found
         result = node.outputs[0]
         weight = self._is_weight(result, inside)
-        for v in operands:
+        for v in operands if node.name != "stablehlo.reduce" else ():
             if self._is_weight(v, inside):
                 self._note_use(v, region, inside)
         if weight:
             self._note_use(result, region, inside)
-        for v in (*operands, result):
-            self.class_of.setdefault(v, self.classify(v, inside, False))
         self.contractions.append(Contraction(operands, result, pairs, summed, region, weight))
+
+    def passing(self, node: Node, region: int) -> None:
+        """Notes an operation that is no sum in which a dimension of an operand ends or begins: what is split along it
+        has to move."""
+        if node.name in NOT_PASSING or len(node.outputs) != 1:
+            return
+        result = self.dims[node.outputs[0]]
+        majors = [dim[0] if dim else None for dim in result]
+        for v in node.inputs:
+            own = [dim[0] if dim else None for dim in self.dims[v]]
+            if not any(a in self.inputs for a in own) or {*own} <= {*majors} or self.values[v].bytes < MOVED:
+                continue
+            pairs = {d: majors.index(a) for d, a in enumerate(own) if a is not None and a in majors}
+            self.contractions.append(Contraction((v,), node.outputs[0], (pairs,), ((),), region, False, True))
 
     def _is_weight(self, v: int, inside: bool) -> bool:
         active = any(a in self.inputs for d in self.dims[v] for a in d)
@@ -336,69 +326,11 @@ def _undominated(alive: np.ndarray) -> np.ndarray:
     """Moments at which some buffer is alive that is not at a moment with as much of everything: only these can be the
     peak, however buffers shrink."""
     _, first = np.unique(alive, axis=0, return_index=True)
+    if len(first) > MOMENTS:
+        return np.sort(first)
     order = first[np.argsort(-alive[first].sum(1), kind="stable")]
     kept: list[int] = []
     for t in order:
         if not any((alive[k] >= alive[t]).all() for k in kept):
             kept.append(int(t))
     return np.array(sorted(kept), int)
-
-
-def _dot(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    text = node.attributes["dot_dimension_numbers"]
-    lb, rb, lc, rc = (
-        named_list(f"{side}_{kind}_dimensions", text) for kind in ("batching", "contracting") for side in ("lhs", "rhs")
-    )
-    left, right = node.inputs
-    lf = [d for d in range(len(values[left].shape)) if d not in lb and d not in lc]
-    rf = [d for d in range(len(values[right].shape)) if d not in rb and d not in rc]
-    n = len(lb)
-    lp = {d: i for i, d in enumerate(lb)} | {d: n + i for i, d in enumerate(lf)}
-    rp = {d: i for i, d in enumerate(rb)} | {d: n + len(lf) + i for i, d in enumerate(rf)}
-    return (left, right), (lp, rp), (tuple(lc), tuple(rc))
-
-
-def _convolution(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    sides = re.findall(r"\[([^\]]*)\]", node.attributes["dimension_numbers"])
-    image, kernel, out = (side.replace(" ", "").split(",") for side in sides[:3])
-    groups = (node.attributes.get(k, "1").split()[0] for k in ("batch_group_count", "feature_group_count"))
-    if any(g != "1" for g in groups):
-        return None  # what meets what is not a sum over one dimension
-    lp = {image.index("b"): out.index("b")}
-    rp = {kernel.index("o"): out.index("f")}
-    return tuple(node.inputs[:2]), (lp, rp), ((image.index("f"),), (kernel.index("i"),))
-
-
-def _reduce(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    gone = integers(node.attributes.get("dimensions", ""))
-    source = node.inputs[0]
-    left = [d for d in range(len(values[source].shape)) if d not in gone]
-    return (source,), ({d: i for i, d in enumerate(left)},), (tuple(gone),)
-
-
-def _ragged(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    left, right = node.inputs[:2]
-    if len(values[right].shape) != 3 or len(values[left].shape) != 2:
-        return None
-    return (left, right), ({0: 0}, {2: 1}), ((1,), (1,))
-
-
-def _lookup(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    """A lookup in a table: the dimensions of the table that are not in the result are summed over (each device looks up
-    its own rows, and the results are added)."""
-    table, result = node.inputs[0], node.outputs[0]
-    pairs = {}
-    for d, dim in enumerate(dims[table]):
-        at = [o for o, own in enumerate(dims[result]) if own == dim and dim]
-        if at:
-            pairs[d] = at[-1]
-    gone = tuple(d for d, dim in enumerate(dims[table]) if dim and d not in pairs)
-    return (table,), (pairs,), (gone,)
-
-
-def _lookup_backward(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Any:
-    """Updates added into a table: summed over what the table does not have."""
-    updates, result = node.inputs[-1], node.outputs[0]
-    pairs = {d: list(dims[result]).index(dim) for d, dim in enumerate(dims[updates]) if dim and dim in dims[result]}
-    gone = tuple(d for d, dim in enumerate(dims[updates]) if dim and d not in pairs)
-    return (updates,), (pairs,), (gone,)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lensjax._errors import ClusterError
-from lensjax.verify.devices import TPU_CHIPS, Layout, Target, compile_only, gpu_names, target
+from lensjax._errors import ClusterError, LensjaxError
+from lensjax.verify.devices import TPU_CHIPS, Layout, Target, compile_only, gpu_names, missing, target
 
 if TYPE_CHECKING:
     from lensjax.topology.cluster import Cluster, Device
@@ -34,6 +34,17 @@ def target_of(device: Device) -> Target:
         )
     gib = device.memory / 2**30
     return target(min(names, key=lambda n: abs(_gib(n) - gib)))
+
+
+def platform_for(cluster: Cluster, backend: str | None = None) -> str:
+    """Where to compile: `backend` where named, the cluster's own compiler where it is installed, else the CPU's."""
+    if backend is not None:
+        return backend
+    try:
+        own = target_of(cluster.device).platform
+    except LensjaxError:
+        return "cpu"
+    return "cpu" if missing(own) else own
 
 
 def _gib(name: str) -> float:

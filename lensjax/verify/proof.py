@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lensjax._errors import LensjaxError, PartitionError, UnsupportedJax
+from lensjax._errors import PartitionError, UnsupportedJax
 from lensjax.cost.price import price
 from lensjax.partition import Collective as Planned
 from lensjax.partition import partition
@@ -22,7 +22,7 @@ from lensjax.verify.audit import Audit, audit
 from lensjax.verify.facts import Facts, doubled, lowered_facts
 from lensjax.verify.finding import SMALL, Finding, size
 from lensjax.verify.lines import where
-from lensjax.verify.place import target_of
+from lensjax.verify.place import platform_for
 from lensjax.verify.traffic import mesh_axes, step_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def prove(
     """
     predicted = plan.predicted or price(program, plan, cluster).predicted
     assert predicted is not None
-    platform = _platform(cluster, backend)
+    platform = platform_for(cluster, backend)
     lowered = lower(emit(program, plan, abstract_mesh(plan)), platform)
     artifact = compile_for(
         lowered, cluster, backend=platform, order=plan.mesh.order, flags=plan.flags or None, time_limit=time_limit
@@ -103,19 +103,6 @@ def prove(
     made = audit(artifact, mesh=plan.mesh.shape, cluster=cluster, order=plan.mesh.order, facts=known)
     rows = compare(known.parts.collectives if known else (), made, plan.mesh.shape)
     return Proof(plan, predicted, made, rows, (*made.findings, *differences(predicted, made, rows)))
-
-
-def _platform(cluster: Cluster, backend: str | None) -> str:
-    """Where to compile: the cluster's own compiler where it is installed, else the CPU's."""
-    from lensjax.verify.devices import missing
-
-    if backend is not None:
-        return backend
-    try:
-        own = target_of(cluster.device).platform
-    except LensjaxError:
-        return "cpu"
-    return "cpu" if missing(own) else own
 
 
 def _facts(

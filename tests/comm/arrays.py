@@ -12,7 +12,7 @@ from lensjax.comm import parse_codec
 SIZE = 256
 VECTORS = (
     "bf16", "int8", "int8:256", "int8:2", "int4", "int4:32", "int4:32:hadamard", "int4:hadamard", "int4:back=int8",
-    "fp8", "fp8:e5m2", "fp8:64",
+    "fp8", "fp8:e5m2", "fp8:block=64",
 )  # fmt: skip
 # Every float32, subnormals and the largest ones included; and ordinary ones at one scale with a few outliers.
 _any = hnp.arrays(np.float32, SIZE, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))

@@ -50,7 +50,7 @@ def run(x, *, state="init", **how):
     return step(x, first if isinstance(state, str) else state)
 
 
-def within_bound(codec, total, x, spec=P(), mesh=MESH):
+def within_bound(codec, total, x):
     """Whether each shard of the total is within the codec's bound of the exact sum of the same shard."""
     bound_of, exact = comm.parse_codec(codec).reduction_error, x.astype(np.float64).sum(0)
     for shard in {str(s.index): s for s in total.addressable_shards}.values():
@@ -181,7 +181,7 @@ def test_powersgd_reproduces_a_gradient_of_its_rank():
 
 @pytest.mark.parametrize("codec", ["int4", "powersgd:2"])
 def test_replicas_stay_equal_and_a_saved_state_goes_on_bit_for_bit(codec):
-    """200 compressed steps of SGD; saved with numpy at step 100 and continued from the file."""
+    """200 compressed steps of SGD; saved with numpy at step 150 and continued from the file."""
     how = dict(mesh=FLAT, spec=P(), axes="node", inner="gpu", codec=codec)
     shape = jax.ShapeDtypeStruct((24, 40), jnp.float32)
     place = lambda a, spec: jax.device_put(a, NamedSharding(FLAT, spec))
@@ -196,10 +196,10 @@ def test_replicas_stay_equal_and_a_saved_state_goes_on_bit_for_bit(codec):
     w, state = place(np.ones((24, 40), np.float32), P()), comm.init_state(shape, **how)
     file = io.BytesIO()
     for i in range(200):
-        if i == 100:
+        if i == 150:
             flat, _ = jax.tree.flatten((w, state))
             np.savez(file, *map(np.asarray, flat))
-        w, state = step(w, state, i)
+        w, state = jax.block_until_ready(step(w, state, i))  # XLA:CPU aborts when many such programs are in flight
         if i % 50 == 49:
             replicas_equal(w)
     file.seek(0)
@@ -208,8 +208,8 @@ def test_replicas_stay_equal_and_a_saved_state_goes_on_bit_for_bit(codec):
     shapes += (comm.state_shapes(shape, **how),)
     leaves, treedef = jax.tree.flatten(shapes)
     w2, state2 = jax.tree.unflatten(treedef, [jax.device_put(a, s.sharding) for a, s in zip(saved, leaves)])
-    for i in range(100, 200):
-        w2, state2 = step(w2, state2, i)
+    for i in range(150, 200):
+        w2, state2 = jax.block_until_ready(step(w2, state2, i))
     assert jax.tree.all(jax.tree.map(np.array_equal, (w, state), (w2, state2)))
 
 
@@ -263,7 +263,7 @@ def test_errors_name_the_leaf_and_say_what_to_do():
         run(x, codec="int4:32", inner="gpu", state=state)
     with pytest.raises(CodecError, match=r"w has the shape \(3,"):
         run({"w": np.zeros((3, 8), "f")}, spec=P())
-    with pytest.raises(CodecError, match="w is split by .* names node"):
+    with pytest.raises(CodecError, match=r"w is split by .* names node"):
         run({"w": np.zeros((2, 8), "f")}, spec=P("node"))
     with pytest.raises(CodecError, match="no axis 'pod'"):
         comm.reduction(whole(x), mesh=MESH, spec=P(), axes="pod")

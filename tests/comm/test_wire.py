@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,7 +91,7 @@ def compiled_for_h100(shape, nodes, codec, bucket):
 
 
 @needs_compiler
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_for_two_h100_nodes_only_codes_leave_the_node(codec):
     found, made = compiled_for_h100((2, 4, 2), 2, codec, comm.BUCKET)
     slow = along(found, "node")
@@ -110,3 +111,30 @@ def test_for_64_h100_nodes_only_codes_leave_the_node(codec):
     assert {d for s in slow for d in s.dtypes} == set(NARROW[codec.removesuffix(":hadamard")])
     assert sum(s.bytes for s in slow) == made.wire_bytes and {s.axes for s in slow} == {("node",)}
     assert not along(found, "tp")
+
+
+def test_a_cut_in_a_loop_is_reduced_there():
+    """A `custom_vmap` inside a scan, as a backward pass over layers has it: the exchange is in the loop, once a layer."""
+    layers, spec = 3, ((), ("tp",))  # as a plan writes a spec
+
+    @jax.custom_batching.custom_vmap
+    def cut(g):
+        return g
+
+    @cut.def_vmap
+    def rule(size, batched, g):
+        return comm.reduce_stacked(g, mesh=MESH, spec=spec, axes=("node",), inner=("gpu",), codec="int8")[0], False
+
+    def share(ws, x):
+        return jax.lax.scan(lambda c, w: (c, cut(w * x.sum())), 0.0, ws)[1]
+
+    fn = jax.jit(jax.vmap(share, in_axes=(None, 0), out_axes=None, spmd_axis_name="node"))
+    ws = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 64, 128)).astype("f"))
+    x = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
+    with jax.set_mesh(MESH):
+        compiled = fn.lower(ws, x).compile()
+        total = compiled(ws, x)
+    slow = [s for s in along(sent(compiled.as_text(), MESH), "node") if s.dtypes == ("u8",)]
+    each = comm.wire_bytes(ws[0], mesh=MESH, spec=spec, axes="node", inner="gpu", codec="int8")
+    assert sum(s.bytes for s in slow) == layers * each and len(slow) == 2
+    assert np.abs(total - ws * x.sum()).max() < 0.02 * np.abs(ws * x.sum()).max()

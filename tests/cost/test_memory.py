@@ -70,7 +70,7 @@ def test_memory_is_flat_in_depth_but_for_what_is_stacked():
     four, eight, sixteen = (
         memory(partition(lowered(dataclasses.replace(c, layers=n), rules, P("d")))).temporaries for n in (4, 8, 16)
     )
-    assert sixteen - eight == pytest.approx(2 * (eight - four))
+    assert sixteen - eight == pytest.approx(2 * (eight - four), rel=0.01)
 
 
 # Temporaries of XLA's GPU compiler (jax 0.10.2, compile-only H100s, memory_analysis().temp_size_in_bytes) for this

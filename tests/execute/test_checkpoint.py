@@ -62,6 +62,7 @@ def test_training_goes_on_under_another_plan_as_if_nothing_had_happened(tmp_path
     state, before = run(first, first.init(create, batch=data()), 3)
     first.save(tmp_path / "run", state, 3)
     run(first, state, 1)  # which gives the saved buffers up while they are being written
+    first.wait()
     second = lensjax.parallelize(train_step, plan=plan)
     second.plan_for(jax.eval_shape(create), data())
     state = second.restore(tmp_path / "run")
@@ -126,6 +127,7 @@ def test_modules_come_back_as_modules(tmp_path):
     model, optimizer = first.init(create_modules, 0, batch=data())
     first(model, optimizer, data())
     first.save(tmp_path, (model, optimizer), 1)
+    first.wait()
     expected = first(model, optimizer, data())
     second = lensjax.parallelize(modules_step, plan="dp=2,zero1=4")
     second.init(create_modules, 5, batch=data())
@@ -144,6 +146,7 @@ def test_values_of_split_modules_come_back(tmp_path):
     first = lensjax.parallelize(made.step, plan="fsdp")
     state, _ = family.call(first, first.init(made.init, jax.random.key(0), batch=batch), batch)
     first.save(tmp_path, state[1], 1)
+    first.wait()
     _, expected = family.call(first, state, batch)
     second = lensjax.parallelize(made.step, plan="dp=2,zero1=4")
     second.init(made.init, jax.random.key(5), batch=batch)
@@ -171,6 +174,7 @@ def test_without_lensjax_the_same_calls_work(tmp_path):
     off = lensjax.parallelize(train_step, plan="off")
     state, _ = run(off, off.init(create, batch=data()), 2)
     off.save(tmp_path, state, 2)
+    off.wait()
     on = lensjax.parallelize(train_step, plan="fsdp")
     on.plan_for(jax.eval_shape(create), data())
     close(on.restore(tmp_path)["params"], state["params"], 0)
@@ -207,6 +211,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
 def test_another_states_checkpoint_is_refused_by_the_name_of_the_leaf(tmp_path):
     step, state = planned()
     step.save(tmp_path, state, 1)
+    step.wait()  # the reader below is another step
     wider = lambda: {**create(), "params": {"w": jnp.ones((16, 32)), "v": jnp.ones((32, 16))}}
 
     def other(state, x):
@@ -250,6 +255,7 @@ def test_hidden_state_is_threaded_through_the_calls_saved_and_restored(tmp_path,
     assert int(step.extra["calls"]) == 3 and old.is_deleted()
     np.testing.assert_allclose(losses, straight(2), rtol=1e-5)
     step.save(tmp_path, state, 3)
+    step.wait()
     other, _ = planned()
     other.restore(tmp_path)
     assert int(other.extra["calls"]) == 3
@@ -258,6 +264,7 @@ def test_hidden_state_is_threaded_through_the_calls_saved_and_restored(tmp_path,
     plain.restore(tmp_path)  # a plan without it leaves it where it is
     assert plain.extra == {}
     plain.save(tmp_path / "plain", state, 1)
+    plain.wait()
     monkeypatch.setattr(executable, "emit", lambda *a: counting(original(*a)))
     again, _ = planned()
     again.restore(tmp_path / "plain")

@@ -1,5 +1,5 @@
-"""Two processes of four devices compute what one process of eight does, each bringing its own rows of the batch, or the
-whole batch."""
+"""Two processes of four devices, and four of two, compute what one process of eight does, each bringing its own rows of
+the batch, or the whole batch."""
 
 import json
 import os
@@ -53,14 +53,15 @@ def run(count, plan, family, feed, port):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan, family, feed",
+    "counts, plan, family, feed",
     [
-        ("fsdp", "gpt_scan_remat_dropout", "rows"),
-        ("dp=2,zero1=4", "gpt_scan_remat_dropout", "whole"),
-        ("dp=2,fsdp=4", "nnx_lora", "whole"),
+        ((2, 4), "fsdp", "gpt_scan_remat_dropout", "rows"),
+        ((2,), "dp=2,zero1=4", "gpt_scan_remat_dropout", "whole"),
+        ((2,), "dp=2,fsdp=4", "nnx_lora", "whole"),
     ],
 )
-def test_two_processes_equal_one(plan, family, feed, free_port):
+def test_several_processes_equal_one(counts, plan, family, feed, free_port):
     (expected,) = run(1, plan, family, feed, free_port)
-    for losses in run(2, plan, family, feed, free_port):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    for count in counts:
+        for losses in run(count, plan, family, feed, free_port):
+            assert losses == pytest.approx(expected, rel=1e-5)

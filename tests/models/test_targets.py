@@ -10,9 +10,13 @@ import optax
 import pytest
 
 from lensjax._errors import UsageError
+from lensjax.cost.price import price
 from lensjax.models import create_state, names, target
-from lensjax.models.decoder import rope
+from lensjax.models.decoder import blockwise, rope
 from lensjax.models.targets import CONFIGS
+from lensjax.program.program import analyze
+from lensjax.search.presets import preset
+from lensjax.topology.cluster import Cluster
 
 
 def _size(tree):
@@ -84,6 +88,34 @@ def test_rope_depends_on_distance_only():
     for offset in (0, 3, 7):
         along = jnp.diagonal(scores, offset)
         np.testing.assert_allclose(along, jnp.full_like(along, along[0]), atol=1e-4)
+
+
+@pytest.mark.parametrize("seq", [8, 12, 16, 13])
+def test_blockwise_attention_computes_the_same(seq):
+    """Forward and gradient, with grouped queries; 13 does not divide into blocks of 4."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, mix = (jax.random.normal(k, (2, seq, 4, 8)) for k in keys[:2])
+    k, v = (jax.random.normal(k, (2, seq, 2, 8)) for k in keys[2:])
+
+    def loss(attend):
+        return jax.value_and_grad(lambda *a: (attend(*a) * mix).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    whole = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    expected, got = loss(whole), loss(lambda q, k, v: blockwise(q, k, v, block=4))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got)):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_long_sequences_are_planned_without_the_scores_of_all_pairs():
+    cluster = Cluster.parse("dgx-h100:1")
+
+    def peak(seq, **changes):
+        step, state, batch = target("llama3-tiny", 8, seq, **changes)
+        program = analyze(step, (state, batch))
+        return price(program, preset("dp", program, 8), cluster).predicted.peak_bytes
+
+    scores = 8 * 16_384**2 * 4  # bytes of a layer on each device: one sequence, eight heads, float32
+    assert peak(16_384) < 0.5 * scores < peak(16_384, attention="xla")
 
 
 def test_unknown_names_and_fields_say_what_exists():

@@ -31,6 +31,7 @@ def never_worse(name, machine):
     ]
     best = min(c.step_s for c in presets if c.fits(choice.memory))
     assert choice.plan.predicted.step_s <= best
+    assert not any("failed" in c.reason for c in choice.candidates)
     # and what was chosen is what the scorer says of it, not what the search's model hoped
     assert price(family(name), choice.plan, Cluster.parse(machine)).predicted == choice.plan.predicted
     return choice
@@ -116,6 +117,17 @@ def test_a_package_can_bring_a_strategy(monkeypatch):
     choice = choose(family("mlp"), Cluster.parse("dgx-h100:1"), search="only-dp")
     assert "only-dp" in strategies.names()
     assert not any("tp" in a.name for c in choice.candidates if c.plan for a in c.plan.mesh.axes)
+
+
+def test_a_strategy_that_fails_is_shown_and_leaves_the_presets(monkeypatch):
+    def broken(problem):
+        raise ZeroDivisionError("no reason")
+
+    monkeypatch.setitem(strategies.SHIPPED, "broken", broken)
+    choice = choose(family("mlp"), Cluster.parse("cpu:4"), search="broken")
+    assert choice.plan.name in Problem(family("mlp"), Cluster.parse("cpu:4"), 0).preset_names()
+    (said,) = [c.reason for c in choice.candidates if "failed" in c.reason]
+    assert said == "the search failed on this step: ZeroDivisionError: no reason"
 
 
 def test_an_unknown_strategy_lists_those_there_are():

@@ -83,6 +83,14 @@ def test_lint_without_shardings_says_what_to_do(file, capsys):
     assert status == 2 and data["error"]["code"] == "usage" and "NamedSharding" in data["error"]["hint"]
 
 
+def test_lint_of_a_step_that_fails_names_its_line(file, capsys):
+    file.write_text(STEP.replace("return jnp.mean(x**2)", "return jnp.mean(x @ jnp.ones((3, 3)))"))
+    status, data = run(capsys, "lint", f"{file}:main", "--backend", "cpu")
+    assert status == 2 and "cannot be traced" in data["error"]["message"]
+    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "jnp.ones((3, 3))" in text)
+    assert f"mine.py:{line}" in data["error"]["hint"]
+
+
 def test_lint_prints_tables_for_people(file, capsys):
     file.write_text(STEP)
     status = main(["lint", f"{file}:main", "--backend", "cpu", "--trace", str(file.parent / "t.json")])

@@ -76,7 +76,8 @@ def convolution(an: Interpreter, op: Op, ins: list[Status]) -> Status:
     examples, features = numbers.lhs_spec[0], numbers.lhs_spec[1]
     out, into = numbers.rhs_spec[0], numbers.rhs_spec[1]
     if left.kind == "B" and right.kind == "B":
-        if left.dim == features and right.dim == into and not grouped:
+        # Groups of the left side's examples (a depthwise convolution's weight gradient) leave its features whole.
+        if left.dim == features and right.dim == into and op.params["feature_group_count"] == 1:
             an.layout(op, [left._replace(dim=0), right._replace(dim=0)])
             return partial(deps)
         raise op.refuse("a convolution that mixes examples")

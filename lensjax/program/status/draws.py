@@ -45,4 +45,10 @@ def wrap(an: Interpreter, op: Op, ins: list[Status]) -> Status:
     return s if s.kind == "B" else same(s.deps)
 
 
-RULES: dict[str, Rule] = {"random_bits": draw, "random_split": draw, "random_wrap": wrap, "random_unwrap": wrap}
+RULES: dict[str, Rule] = {
+    "random_bits": draw,
+    "random_split": draw,
+    "random_wrap": wrap,
+    "random_unwrap": wrap,
+    "random_clone": wrap,
+}

@@ -18,7 +18,7 @@ POINTWISE = frozenset(
     population_count clz pow random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem round
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh threefry2x32 xor bessel_i0e bessel_i1e polygamma zeta igamma_grad_a random_gamma_grad eq_to lt_to
-    le_to""".split()
+    le_to log2 one_minus_square""".split()
 )
 # Value in, value out, whatever it is.
 IDENTITIES = frozenset("optimization_barrier name sharding_constraint pvary pcast".split())

@@ -25,7 +25,7 @@ SIZES = frozenset(
     }
 )  # fmt: skip
 _BODIES = frozenset({"jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "ctx_mesh"})
-_DIMS: tuple[int, ...] = ()
+_DIMS: Any = ()
 
 
 class Op:
@@ -40,8 +40,8 @@ class Op:
         self.invars, self.outvars = eqn.invars, eqn.outvars
         self.params, self.small = eqn.params, small.params
         self.bodies = subs
-        self.ins = [dims.get(a, _DIMS) if is_var(a) else _DIMS for a in eqn.invars]
-        self.outs = [dims.get(v, _DIMS) for v in eqn.outvars]
+        self.ins: list[tuple[int, ...]] = [dims.get(a, _DIMS) if is_var(a) else _DIMS for a in eqn.invars]
+        self.outs: list[tuple[int, ...]] = [dims.get(v, _DIMS) for v in eqn.outvars]
         self.changed = _changed(eqn, small)
         self.batched = any(self.ins) or any(self.outs) or any(b.batched for b in subs)
 

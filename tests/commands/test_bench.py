@@ -1,0 +1,128 @@
+"""`lensjax bench`: a real measurement of a tiny step, resumed and crashed; and what the rows are made into."""
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from lensjax._errors import UsageError
+from lensjax.cli import main
+from lensjax.commands import bench, bench_rows
+
+TARGET = """
+import os, signal
+import jax, jax.numpy as jnp, numpy as np
+
+def step(p, x):
+    def check(v):
+        flag = os.environ.get("CRASH_ONCE")
+        if flag and not os.path.exists(flag):
+            open(flag, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return v
+    loss, grads = jax.value_and_grad(lambda p: ((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2).mean())(p)
+    if "CRASH_ONCE" in os.environ:
+        loss = jax.pure_callback(check, jax.ShapeDtypeStruct((), jnp.float32), loss)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
+
+def target():
+    f = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    return step, ({"w": f(16, 64), "v": f(64, 16)}, f(16, 16))
+"""
+
+
+def run(tmp_path, *arguments, **environment):
+    (tmp_path / "train.py").write_text(TARGET)
+    command = [sys.executable, "-m", "lensjax.cli", "bench", f"{tmp_path}/train.py:target", "--devices", "8", "--json"]
+    done = subprocess.run(
+        [*command, "--visits", "2", *arguments], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_a_measurement_and_its_resumption(tmp_path):
+    keep, png, table = tmp_path / "journal", tmp_path / "bench.png", tmp_path / "rows.csv"
+    more = ("--steps", "4", "--resume", str(keep))
+    status, found, err = run(tmp_path, "--plans", "dp,fsdp,ep=8", *more)
+    assert status == 0, err
+    dp, fsdp, ep = found["rows"]
+    assert dp["result"] == fsdp["result"] == "measured" and ep["result"] == "refused" and "no experts" in ep["reason"]
+    assert dp["steps"] == 4 and dp["measured_s"] > 0 and dp["predicted_s"] > 0 and dp["compile_s"] > 0
+    assert dp["peak_bytes"] is None and dp["compiled_peak_bytes"] > 0  # emulated devices do not tell
+    assert dp["tiers"] and dp["batch"] == 16 and found["devices"] == 8
+    # Nothing is measured again: the same numbers, one more plan, and the files.
+    status, again, err = run(tmp_path, "--plans", "dp,fsdp,zero1", *more, "--png", str(png), "--rows", str(table))
+    assert status == 0, err
+    assert again["rows"][:2] == [dp, fsdp] and again["rows"][2]["result"] == "measured"
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    with open(table, encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    assert [r["dp"] for r in rows] == ["8", "", "8"] and rows[1]["fsdp"] == "8" and float(rows[0]["step_time_s"]) > 0
+    status, wrong, _ = run(tmp_path, "--steps", "9", "--resume", str(keep))
+    assert status == 2 and "measurements of another steps: 4, now 9" in wrong["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_plan_that_ends_the_process_is_a_row_and_the_others_go_on(tmp_path):
+    status, found, err = run(tmp_path, "--plans", "dp,fsdp", "--steps", "2", CRASH_ONCE=str(tmp_path / "flag"))
+    assert status == 0, err
+    assert [r["result"] for r in found["rows"]] == ["out of memory", "measured"]  # SIGKILL is what the kernel sends
+    assert "died with signal 9" in found["rows"][0]["reason"]
+
+
+# ---- what is made of it ---------------------------------------------------------------------------------------------
+
+
+def events(plan, seconds, predicted, **more):
+    return [
+        {"event": "plan", "plan": plan, "chosen": plan, "predicted_s": predicted, "mesh": {"dp": 8}, "batch": 16},
+        {"event": "compiled", "plan": plan, "compile_s": 1.0, "lower_s": 0.5, "compiled_peak_bytes": 10, "tiers": {}},
+        *({"event": "visit", "plan": plan, "visit": i, "seconds": x, "peak_bytes": None} for i, x in enumerate(seconds))
+    ]  # fmt: skip
+
+
+def test_medians_over_all_visits():
+    (row,) = bench_rows.rows(events("dp", [[3.0, 1.0], [2.0, 9.0, 4.0]], 2.0), ["dp"])
+    assert row["measured_s"] == statistics.median([3, 1, 2, 9, 4]) and row["steps"] == 5
+    low, high = row["quartiles_s"]
+    assert low < row["measured_s"] < high
+
+
+def test_order_and_regret():
+    found = bench_rows.rows(
+        events("a", [[1.0]], 3.0) + events("b", [[2.0]], 1.0) + events("c", [[4.0]], 5.0)
+        + [{"event": "failed", "plan": "d", "reason": "RESOURCE_EXHAUSTED", "out_of_memory": True}],
+        ["a", "b", "c", "d", "e"],
+    )  # fmt: skip
+    total = bench_rows.summary(found)
+    assert total["pairs"] == 3 and total["order"] == pytest.approx(2 / 3)
+    assert total["best"] == "a" and total["predicted_best"] == "b" and total["regret"] == pytest.approx(1.0)
+    assert total["out_of_memory"] == ["d"] and [r["result"] for r in found[3:]] == ["out of memory", "unfinished"]
+
+
+def test_the_same_plan_under_two_names_is_no_pair():
+    best = [{**e, "plan": "best"} for e in events("dp", [[1.1]], 1.0)]
+    found = bench_rows.rows(best + events("dp", [[1.0]], 1.0), ["best", "dp"])
+    assert bench_rows.summary(found)["order"] is None
+
+
+def test_plans_on_the_command_line():
+    assert bench.split_plans(["best,fsdp,tp=4"]) == ["best", "fsdp", "tp=4"]
+    assert bench.split_plans(["best;dp=2,fsdp=4", "dp"]) == ["best", "dp=2,fsdp=4", "dp"]
+    with pytest.raises(UsageError, match="a name is missing"):
+        bench.split_plans(["a,,b"])
+
+
+def test_a_journal_whose_last_line_was_cut_off(tmp_path):
+    path = tmp_path / "journal"
+    path.write_text('{"event": "visit", "plan": "dp"}\n{"event": "vis')
+    assert len(bench.read(path)) == 1
+
+
+def test_a_wrong_command_line(tmp_path, capsys):
+    assert main(["bench", str(tmp_path / "none.py:target")]) == 2
+    assert "there is no file" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""The watchman: who failed or fell silent ends the others with the reason; who is through is not missed."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from lensjax.execute import watch
+
+
+class Store:
+    """The part of JAX's key-value client that is used, for several processes in one."""
+
+    def __init__(self):
+        self.values, self.gone = {}, False
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if self.gone:
+            raise RuntimeError("UNAVAILABLE")
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        if self.gone:
+            raise RuntimeError("UNAVAILABLE")
+        return [(k, v) for k, v in list(self.values.items()) if k.startswith(prefix)]
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(store, rank, count): a watchman whose end of the process is an event instead."""
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "DEAD", 3.0)
+    monkeypatch.setattr(watch, "GRACE", 0.05)
+    made, hook = [], sys.excepthook
+
+    class Ends(watch.Watchman):
+        def __init__(self, *args):
+            self.ended = threading.Event()
+            made.append(self)
+            sys.excepthook = hook  # each stands for a process of its own
+            super().__init__(*args)
+
+        def _end(self):
+            self.ended.set()
+            self._done.set()
+
+    yield Ends
+    for w in made:
+        w._done.set()
+    sys.excepthook = hook
+
+
+def test_a_failure_is_told_to_the_others_and_ends_them(start, capsys):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    second._failed(RuntimeError, RuntimeError("the disk is full"), None)
+    assert second.ended.is_set() and first.ended.wait(60)
+    assert "process 0 ends: process 1 failed: RuntimeError: the disk is full" in capsys.readouterr().err
+
+
+def test_a_process_that_falls_silent_ends_the_others(start, capsys):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    time.sleep(0.2)
+    assert first.silent(1) < 3.0 and not first.ended.is_set()
+    second._done.set()  # as a killed process: not a word more
+    assert first.ended.wait(60)
+    assert "process 1 has not been heard of for" in capsys.readouterr().err
+
+
+def test_who_is_through_is_not_missed(start):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    second.leave()
+    assert not first.ended.wait(4.0) and first.silent(1) > 3.0
+
+
+def test_the_end_of_the_service_is_an_end(start, capsys):
+    store = Store()
+    second = start(store, 1, 2)
+    store.gone = True
+    assert second.ended.wait(60)
+    assert "process 0, where the processes meet, is gone" in capsys.readouterr().err
+
+
+def test_process_0_goes_last(start):
+    store = Store()
+    first = start(store, 0, 2)
+    store.key_value_set("lensjax/beat/1", "1")
+    thread = threading.Thread(target=first._failed, args=(ValueError, ValueError("bad"), None))
+    thread.start()
+    time.sleep(0.2)
+    assert store.values["lensjax/failed/0"] == "ValueError: bad" and not first.ended.is_set()
+    store.key_value_set("lensjax/failed/1", "-")
+    assert first.ended.wait(60)
+    thread.join()
