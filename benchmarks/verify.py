@@ -162,7 +162,7 @@ def replan(results: Results, targets: list[str], clusters: list[str]) -> None:
                     continue
                 predicted = make_plan(program, cluster, Options(plan=key.split(" | ")[1])).plan.predicted
                 rows[key] |= {"planned_peak": predicted.peak_bytes, "planned_tiers": dict(predicted.tiers)}
-                rows[key] |= {"planned_step_s": predicted.step_s}
+                rows[key] |= {"planned_step_s": predicted.step_s, "replanned": True}
                 results.save()
 
 
@@ -277,6 +277,11 @@ def _compare(rows: dict) -> str:
     if not done:
         return ""
     out = ["## Planned against compiled", "", "The planned figures were written down before each compile.", ""]
+    if again := sum(bool(r.get("replanned")) for r in done.values()):
+        out[2] = (
+            f"Of {len(done)} plans {again} were planned anew after their compile, by the planner as it is now "
+            "(`replan`); the planned figures of the others were written down before their compile."
+        )
     out += [_summary(done), ""]
     out += ["| target, plan, cluster | planned peak | compiled peak | | sent, planned | sent, compiled | | findings |",
             "|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip

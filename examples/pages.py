@@ -27,21 +27,23 @@ def run(*command: str, **environment: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-    text = done.stdout + done.stderr
-    return "\n".join(line.rstrip() for line in text.splitlines()).strip()
+    # A busy machine makes XLA remark on its own slowness, in lines that begin so.
+    noise = ("E0", "E1", "***", "[Compiling module")
+    lines = [x.rstrip() for x in (done.stdout + done.stderr).splitlines() if not x.startswith(noise)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def difference() -> list[str]:
     """The lines that differ between the two scripts, their titles left out."""
     files = [(HERE / f"script_{name}.py").read_text(encoding="utf-8") for name in ("before", "after")]
     code = [text.split('"""', 2)[2].splitlines() for text in files]
-    made = list(difflib.unified_diff(*code, "script_before.py", "script_after.py", lineterm="", n=1))
-    return made
+    made = difflib.unified_diff(*code, "script_before.py", "script_after.py", lineterm="", n=1)
+    return [line.rstrip() for line in made]
 
 
 def scripts() -> str:
     lines = difference()
-    changed = sum(line[0] in "+-" and not line.startswith(("+++", "---")) for line in lines)
+    changed = sum(line[:1] in ("+", "-") and not line.startswith(("+++", "---")) for line in lines)
     parts = [f"{changed} lines differ:", "", "```diff", *lines, "```", ""]
     for name, devices in (("before", 1), ("after", 8)):
         with tempfile.TemporaryDirectory() as folder:

@@ -86,7 +86,7 @@ def main():
             parts = [{k: v[j : j + BATCH] for k, v in test.items()} for j in range(0, 300, BATCH)]
             correct = sum(int(score(state.ema, part)["correct"]) for part in parts)
             log.info("step %d  loss %.4f  held out %.1f%%", i + 1, float(metrics["loss"]), correct / 3)
-            checkpoints.save_async(i + 1, state)
+            checkpoints.save_async(i + 1, state, force=True)
     checkpoints.close()
     log.info("%.1f s", time.perf_counter() - start)
 

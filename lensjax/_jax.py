@@ -376,9 +376,6 @@ def compile_module(
         return compile_(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=made)
 
 
-# --- several processes ---------------------------------------------------------------------------------------------
-
-
 def coordination() -> Any:
     """The client of JAX's coordination service (a key-value store that all processes see); None with one process."""
     from jax._src.distributed import global_state
@@ -386,15 +383,8 @@ def coordination() -> Any:
     return global_state.client
 
 
-def cluster_parameters(
-    coordinator: str | None, processes: int | None, process: int | None
-) -> tuple[str, int, int] | None:
-    """(address of process 0, number of processes, this one) as `jax.distributed.initialize` would find them; None where
-    there is nothing to be found."""
-    if coordinator is not None and processes is not None and process is not None:
-        return coordinator, processes, process
-    from jax._src import clusters
+def cluster_parameters(*known: Any) -> tuple[Any, Any, Any]:
+    """(address of process 0, number of processes, this one), known or None, as `jax.distributed` finds them."""
+    from jax._src.clusters import ClusterEnv
 
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(coordinator, processes, process, None, None, 60)
-    address, count, rank = found[:3]
-    return (address, count, rank) if address is not None and count is not None and rank is not None else None
+    return ClusterEnv.auto_detect_unset_distributed_params(*known, None, None, 60)[:3]

@@ -20,8 +20,7 @@ from lensjax.comm.scales import LARGEST, blocks, from_bf16_bits, join, part, sca
 class Int8(VectorCodec):
     """-127..127 with a bfloat16 scale a block. "int8", "int8:256".
 
-    Off by at most 1/252 of the block's largest value, each hop. It needs no feedback: training curves with and
-    without compression do not differ (docs/comm.md has the figures).
+    Off by at most 1/252 of the block's largest value, each hop.
     """
 
     name: ClassVar[str] = "int8"
@@ -52,9 +51,9 @@ class Int4(VectorCodec):
     """-7..7, two to a byte, with a bfloat16 scale a block. "int4", "int4:32:hadamard", "int4:feedback=0:back=int8".
 
     Off by at most 1/13.9 of the block's largest value, each hop. Half of each error is carried into the next step
-    (`feedback`), which is what keeps training close to exact sums; all of it would be worse than none with Adam.
-    `hadamard` rotates each block first: an outlier is then spread over its block instead of setting the scale for it
-    (smaller errors on average, a larger bound; the block must be a power of two).
+    (`feedback`), as LoCo does (arXiv:2407.04480).
+    `hadamard` rotates each block first: a large value is then spread over its block instead of setting the scale for
+    it. The bound is larger, since a rotation spreads errors too; the block must be a power of two.
     `back="int8"` sends the totals back in eight bits.
     """
 

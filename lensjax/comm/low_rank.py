@@ -32,7 +32,7 @@ class PowerSGD(Codec):
     split in two where the factors are smallest. Leaves that would not become `least` times smaller are reduced exactly.
     There is no useful bound in advance: the error is the part of the total outside the factors' space, at most the norm
     of the total itself. Use exact sums for the first hundred steps or so; low ranks suit SGD with momentum better than
-    Adam (docs/comm.md has figures).
+    Adam.
     """
 
     name: ClassVar[str] = "powersgd"

@@ -209,6 +209,6 @@ def _specs(x: Any, spec: Any) -> list[P]:
 
 
 def _plain(spec: Any) -> bool:
-    """Whether this is a spec as a plan writes it: a tuple with, for each dimension, None, an axis or a tuple of axes."""
+    """Whether this is a spec as a plan writes it: a tuple with None, an axis or a tuple of axes for each dimension."""
     axes = lambda d: d is None or isinstance(d, str) or (type(d) is tuple and all(isinstance(a, str) for a in d))
     return type(spec) is tuple and all(axes(d) for d in spec)

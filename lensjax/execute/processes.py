@@ -53,10 +53,10 @@ def connect(
     if coordinator is None and COORDINATOR in environment:
         coordinator = environment[COORDINATOR]
         processes, process = int(environment[COUNT]), int(environment[RANK])
-    found = _jax.cluster_parameters(coordinator, processes, process)
-    if found is None or found[1] == 1:
+    found = (coordinator, processes, process)
+    address, count, rank = _jax.cluster_parameters(*found) if None in found else found
+    if address is None or count is None or rank is None or count == 1:
         return
-    address, count, rank = found
     facts = {"lensjax": __version__, "jax": jax.__version__, "python": ".".join(map(str, sys.version_info[:2]))}
     said = meet(address, count, rank, facts, timeout)
     if told := difference(said):

@@ -86,6 +86,7 @@ def test_eight_bit_codes_survive():
     assert np.array_equal(Int8(256).decode(Int8(256).encode(x)), x)
 
 
+@settings(deadline=None)
 @given(st.floats(width=32))
 def test_bf16_bits_are_jax_s_bfloat16(x):
     x = np.float32(x)
@@ -102,15 +103,6 @@ def test_bf16_bits_are_jax_s_bfloat16(x):
 def test_the_rotation_is_n_times_its_own_inverse():
     h = hadamard_matrix(64)
     assert np.array_equal(h @ h, 64 * np.eye(64)) and np.array_equal(h, h.T)
-
-
-def test_a_rotation_spreads_an_outlier():
-    x = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
-    x[::128] *= 100
-    rest = np.arange(SIZE) % 128 > 0
-    error = {n: np.asarray(round_trip(n)(x)[0] - x)[rest] for n in ("int4", "int4:hadamard")}
-    assert np.allclose(error["int4"], -x[rest])  # everything beside the outlier is lost
-    assert np.linalg.norm(error["int4:hadamard"]) != pytest.approx(np.linalg.norm(error["int4"]))
 
 
 def test_orthonormal_columns_even_where_the_matrix_has_not_full_rank():

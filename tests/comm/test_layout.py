@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from lensjax import CodecError, comm
 from lensjax.comm.gate import choose, link_seconds
@@ -23,6 +23,7 @@ codecs = st.one_of(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(codecs)
 def test_a_codec_s_name_reads_back(made):
     assert comm.parse_codec(str(made)) == made
@@ -50,6 +51,7 @@ def test_what_a_wrong_name_says(name, says):
         comm.parse_codec(name)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=40),
     st.integers(1, 150),

@@ -114,7 +114,7 @@ def test_for_64_h100_nodes_only_codes_leave_the_node(codec):
 
 
 def test_a_cut_in_a_loop_is_reduced_there():
-    """A `custom_vmap` inside a scan, as a backward pass over layers has it: the exchange is in the loop, once a layer."""
+    """A `custom_vmap` inside a scan, as a backward pass over layers has it: the exchange is in the loop."""
     layers, spec = 3, ((), ("tp",))  # as a plan writes a spec
 
     @jax.custom_batching.custom_vmap

@@ -21,7 +21,7 @@ def family(name: str):
 
 
 @functools.cache
-def model(name: str, batch: int, seq: int, **changes):
+def model(name: str, batch: int, seq: int | None, **changes):
     """The program of a built-in model."""
     step, *arguments = target(name, batch, seq, **changes)
     return analyze(step, tuple(arguments))

@@ -38,3 +38,15 @@ def test_what_would_be_faster_in_memory_but_does_not_fit_is_not_chosen(eight):
     assert eight.plan.predicted.peak_bytes <= eight.memory
     whole = next(c for c in eight.candidates if c.name == "dp")
     assert not whole.fits(eight.memory), "the whole state of an 8B is 96 GB in float32"
+
+
+def test_a_recommender_splits_its_large_tables_by_rows_over_the_devices_that_split_the_batch():
+    """96 GB of tables fit no device, and gathering one moves gigabytes for a few rows; a lookup of each device's own
+    rows moves the rows alone. The MLPs are small: they stay data parallel over the same devices."""
+    choice = choose(model("dlrm", 65_536, None), Cluster.parse("dgx-h100:2"))
+    rules = choice.plan.rules.activations
+    rows = {name: mesh for name, mesh in rules.items() if name.startswith("params/table_")}
+    assert len(rows) >= 4, rules
+    assert all(mesh and set(mesh) <= set(rules["batch"]) for mesh in rows.values())
+    assert choice.plan.leaves["state/params/table_0/embedding"][0], "split by rows"
+    assert "state/params/top_0/kernel" not in choice.plan.leaves or choice.plan.gather
