@@ -109,15 +109,13 @@ def scan_split(eqn: Any) -> tuple[int, int]:
 def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> Any:
     """A loop, branch or remat with more operands, that are the same in every trip: the first arguments of its `bodies`
     (of a while loop: of its body, not of its condition)."""
-    params, k, invars = dict(eqn.params), len(operands), list(eqn.invars)
+    params, k, invars, at = dict(eqn.params), len(operands), list(eqn.invars), 0
     name = eqn.primitive.name
-    at = 0
     if name == "scan":
         params["jaxpr"] = bodies[0]
         if "num_consts" in params:  # jax 0.10
             params["num_consts"] += k
-            if "linear" in params:
-                params["linear"] = (*(False,) * k, *params["linear"])
+            params |= {"linear": (*(False,) * k, *params["linear"])} if "linear" in params else {}
         else:
             from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -152,24 +150,16 @@ def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None
     return eqn.replace(invars=list(invars), outvars=list(outvars), params={**eqn.params, **changes})
 
 
-def user_line(eqn: Any) -> str:
-    """`file.py:12` of the user's code that made this equation, or an empty string."""
+def user_line(eqn: Any, own: bool = False) -> str:
+    """`file.py:12` of the user's code that made this equation, or an empty string. `own`: where an installed library
+    made it, the line that called the library."""
     from jax._src import source_info_util
 
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_TRACERS):
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
-
-
-def own_line(eqn: Any) -> str:
-    """As `user_line`, but the line that called the library where an installed library made the equation."""
-    from jax._src import source_info_util
-
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_TRACERS) and "site-packages" not in frame.file_name:
-            return f"{frame.file_name}:{frame.start_line}"
-    return user_line(eqn)
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    frames = [f for f in frames if not f.file_name.startswith(_TRACERS)]
+    if own:
+        frames = [f for f in frames if "site-packages" not in f.file_name] or frames
+    return f"{frames[0].file_name}:{frames[0].start_line}" if frames else ""
 
 
 def ordered_effects(jaxpr: Any) -> tuple[Any, ...]:

@@ -137,7 +137,7 @@ def traced(name):
 
 
 # Families that do not split, and those whose shares need several totals first.
-CROSS = {"two_tower_contrastive", "nnx_two_tower"}
+CROSS = {"two_tower_contrastive", "nnx_two_tower", "graph_segment_sum", "moe_ragged"}
 NORMS = {"cnn_batchnorm", "resnet", "nnx_cnn_batchnorm"}
 
 

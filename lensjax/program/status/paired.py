@@ -47,7 +47,7 @@ class Op:
 
     @property
     def line(self) -> str:
-        return _jax.own_line(self.eqn)
+        return _jax.user_line(self.eqn, own=True)
 
     def refuse(self, reason: str) -> Refused:
         return Refused(reason, self.line)
@@ -85,7 +85,7 @@ def pair(full: Any, small: Any, dims: Mapping[Any, tuple[int, ...]], sizes: tupl
 def _op(e: Any, f: Any, dims: Mapping[Any, tuple[int, ...]], sizes: tuple[int, int]) -> Op:
     if e.effects:
         # A print inside of a share would show the share's values, a callback would run once for each.
-        raise Refused(f"{e.primitive.name} has effects, which are never split", _jax.own_line(e))
+        raise Refused(f"{e.primitive.name} has effects, which are never split", _jax.user_line(e, own=True))
     subs = tuple(pair(p, q, dims, sizes) for p, q in zip(bodies(e), bodies(f), strict=True))
     op = Op(e, f, subs, dims)
     if op.batched:
