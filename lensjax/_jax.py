@@ -142,7 +142,7 @@ def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None
     if "num_consts" in eqn.params:  # jax 0.10
         changes["num_consts"] = consts
     else:
-        from jax._src import flattree as ft
+        from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 
         scanned, stacked = len(invars) - consts - carry, len(outvars) - carry
         changes["ft_in"] = ft.pack((ft.nones(consts), ft.nones(carry), ft.nones(scanned)))
@@ -383,8 +383,8 @@ def coordination() -> Any:
     return global_state.client
 
 
-def cluster_parameters(*known: Any) -> tuple[Any, Any, Any]:
+def cluster_parameters(address: Any, processes: Any, process: Any) -> tuple[Any, Any, Any]:
     """(address of process 0, number of processes, this one), known or None, as `jax.distributed` finds them."""
     from jax._src.clusters import ClusterEnv
 
-    return ClusterEnv.auto_detect_unset_distributed_params(*known, None, None, 60)[:3]
+    return ClusterEnv.auto_detect_unset_distributed_params(address, processes, process, None, None, 60)[:3]

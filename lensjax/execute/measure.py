@@ -104,7 +104,7 @@ def _prepare(fn: Any, program: Program, name: str, cluster: Cluster, values: Any
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = held + memory.temp_size_in_bytes
-    found = collectives(parse_hlo(compiled.as_text()))
+    found = collectives(parse_hlo(compiled.as_text() or ""))
     priced = Priced(cluster, plan.mesh.size, plan.mesh.order)
     record({
         "event": "compiled", "plan": name, "lower_s": traced - start, "compile_s": end - traced,

@@ -75,7 +75,7 @@ def _check_search(search: Any, budget: Any) -> None:
     if search is not None:
         strategy(search)
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
-    if budget is not None and not (number and budget > 0):
+    if budget is not None and not (number and float(budget) > 0):
         raise PlanError(f"budget={budget!r}; expected a positive number of seconds, or None for no limit")
 
 

@@ -54,7 +54,7 @@ def connect(
         coordinator = environment[COORDINATOR]
         processes, process = int(environment[COUNT]), int(environment[RANK])
     found = (coordinator, processes, process)
-    address, count, rank = _jax.cluster_parameters(*found) if None in found else found
+    address, count, rank = _jax.cluster_parameters(found[0], found[1], found[2]) if None in found else found
     if address is None or count is None or rank is None or count == 1:
         return
     facts = {"lensjax": __version__, "jax": jax.__version__, "python": ".".join(map(str, sys.version_info[:2]))}
@@ -144,7 +144,7 @@ def described(plan: Any) -> str:
     """What was given as `plan=`, in a word and a hash."""
     if isinstance(plan, Plan):
         return f"{plan.name or 'a plan'} ({plan_hash(plan)})"
-    if isinstance(plan, str | None) and not str(plan).endswith(".json"):
+    if plan is None or (isinstance(plan, str) and not plan.endswith(".json")):
         return str(plan)
     try:
         return described(Plan.load(plan))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -201,10 +200,8 @@ def _assemble(
 ) -> dict[Any, jax.Array]:
     """The new shards, in rounds of one part for each device, each round finished before the next one starts."""
     made: dict[Any, jax.Array] = {}
-    for round_ in itertools.count():
+    for round_ in range(max(map(len, parts.values()), default=0)):
         todo = {d: p[round_] for d, p in parts.items() if round_ < len(p)}
-        if not todo:
-            return made
         for device, arrived in _arrive(shards, old, new, todo):
             if len(parts[device]) == 1:
                 made[device] = arrived
@@ -216,6 +213,7 @@ def _assemble(
             at = tuple(p - t for (p, _), (t, _) in zip(todo[device].box, new[device]))
             made[device] = _put(made[device], arrived, np.array(at, np.int32))
         settle(list(made.values()))
+    return made
 
 
 def _arrive(shards: Any, old: Any, new: Any, todo: Mapping[Any, Part]) -> Iterator[tuple[Any, jax.Array]]:

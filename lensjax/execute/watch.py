@@ -25,7 +25,7 @@ class Watchman:
 
     def __init__(self, client: Any, rank: int, count: int):
         self._client, self._rank, self._count = client, rank, count
-        self._heard = {p: (0, time.monotonic()) for p in range(count)}
+        self._heard: dict[int, tuple[Any, float]] = {p: (0, time.monotonic()) for p in range(count)}
         self._done = threading.Event()
         self._hook = sys.excepthook
         sys.excepthook = self._failed

@@ -109,7 +109,11 @@ class T5(nn.Module):
         bias = Bias(c, memory is not None, name=f"{name}_bias")(x.shape[1], x.shape[1])
         layer = nn.remat(Layer, prevent_cse=False)
         scanned = nn.scan(
-            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=c.layers
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            length=c.layers,
         )
         x, _ = scanned(c, name=name)(x, bias, memory)
         return nn.RMSNorm(dtype=c.dtype, name=f"{name}_norm")(x)

@@ -151,7 +151,7 @@ def _batch(fn: Callable, traced: Traced, matches: Matches, keys: Collection[int]
         )
 
     # A batch may hold keys, one for each example: tried when nothing without them is the batch.
-    many = [i for i in sorted(keys - set(matches.state)) if _several(inner.invars[i].aval)]
+    many = [i for i in sorted(set(keys) - set(matches.state)) if _several(inner.invars[i].aval)]
     attempts = [others] + ([outside] if len(others) < len(outside) else []) + ([[*outside, *many]] if many else [])
     attempts = attempts[:1] if told is not None else attempts
     for candidates in attempts[:-1]:

@@ -202,7 +202,7 @@ def _pairs(body: Any, runs: Sequence[Run], read: Mapping[Run, Sequence[set[int]]
                 continue
             partner = _partners(body, run, other, read)
             order = [partner[r] for r in sorted(partner)]
-            if len(order) >= 2 and order == sorted(order, reverse=True) and len(order) > (best or (0,))[0]:
+            if len(order) >= 2 and order == sorted(order, reverse=True) and len(order) > (best[0] if best else 0):
                 best = (len(order), other)
         if best is not None:
             pairs[run] = best[1]
@@ -219,12 +219,13 @@ def _partners(body: Any, run: Run, other: Run, read: Mapping[Run, Sequence[set[i
             if i in owner:
                 votes[q][owner[i]] += 1
     if not votes:
-        made = {v: run.where(i) for i in range(run.start, run.stop) for v in body.eqns[i].outvars}
+        at = {i: place[0] for i in range(run.start, run.stop) if (place := run.where(i)) is not None}
+        made = {v: repeat for i, repeat in at.items() for v in body.eqns[i].outvars}
         for q in range(other.count):
             for i in other.span(q):
                 for a in body.eqns[i].invars:
                     if is_var(a) and a in made:
-                        votes[q][made[a][0]] += 1
+                        votes[q][made[a]] += 1
     found: dict[int, int] = {}
     for q, counter in sorted(votes.items()):
         r = counter.most_common(1)[0][0]

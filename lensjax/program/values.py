@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jcore
 
 from lensjax import _jax
@@ -28,7 +29,7 @@ def nbytes(atom: Any) -> int:
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 16 * math.prod(shape)
     return math.prod(shape) * dtype.itemsize
 

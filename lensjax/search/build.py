@@ -8,6 +8,7 @@ from lensjax import _jax
 from lensjax.plan.pins import Pin
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules, Spec
 from lensjax.program.program import Program
+from lensjax.search.inner import Case
 from lensjax.search.presets import model_spec, pinned, split
 from lensjax.search.solve import Solution
 from lensjax.search.space import Axes
@@ -56,11 +57,11 @@ def _names(program: Program, model: Mapping[int, str]) -> set[str]:
     return {program.logical.names[a] for a in model} if model else set()
 
 
-def _rules_weights(axes: Axes, a: int, case) -> bool:
+def _rules_weights(axes: Axes, a: int, case: Case) -> bool:
     return a not in axes.batch and a not in axes.sequence and a in axes.logical
 
 
-def rules_of(program: Program, axes: Axes, case, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def rules_of(program: Program, axes: Axes, case: Case, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The plan's activation rules, in order."""
     found: dict[str, tuple[str, ...]] = {}
     only_batch = all(a in axes.batch for a, _ in case.pattern.rules)
@@ -86,7 +87,7 @@ def mesh_names(roles: Sequence[str], storage: Sequence[Storage]) -> tuple[str, .
     return tuple(names)
 
 
-def name_of(case, names: Sequence[str], storage: Mapping[int, Storage]) -> str:
+def name_of(case: Case, names: Sequence[str], storage: Mapping[int, Storage]) -> str:
     parts = [f"{n}={s}" for n, s in zip(names, case.sizes)]
     return SEARCHED + ",".join(parts)
 

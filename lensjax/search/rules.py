@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Laid:
     sent: tuple[Sent, ...]
 
     @functools.cached_property
-    def calls(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray], ...]:
+    def calls(self) -> tuple[tuple[Any, ...], ...]:
         """What is sent, by kind: (op, axes, split, bytes, trips, regions), the last three as arrays."""
         kinds: dict[tuple, list[Sent]] = {}
         for s in self.sent:

@@ -92,9 +92,9 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
     upper = np.concatenate([np.ones(n), np.full(regions, np.inf)])
     found = milp(
         objective,
-        constraints=LinearConstraint(np.array(rows), np.array(low), np.array(high)),
+        constraints=LinearConstraint(np.array(rows), np.array(low), np.array(high)),  # pyright: ignore[reportArgumentType]
         integrality=integral,
-        bounds=Bounds(0, upper),
+        bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
         options={"mip_rel_gap": 1e-6},
     )
     if found.x is None:

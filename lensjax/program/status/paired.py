@@ -6,7 +6,7 @@ not proportional to the batch) makes the step one whose share is not known, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Op:
         self.params, self.small = eqn.params, small.params
         self.bodies = subs
         self.ins: list[tuple[int, ...]] = [dims.get(a, _DIMS) if is_var(a) else _DIMS for a in eqn.invars]
-        self.outs: list[tuple[int, ...]] = [dims.get(v, _DIMS) for v in eqn.outvars]
+        self.outs: list[Sequence[int]] = [dims.get(v, _DIMS) for v in eqn.outvars]
         self.changed = _changed(eqn, small)
         self.batched = any(self.ins) or any(self.outs) or any(b.batched for b in subs)
 
