@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> Result:
         raise UsageError(f"there is no file {args.script}")
     port = args.port or _free_port()
     out = sys.stderr if args.json else sys.stdout
-    children = [_start(args, rank, port) for rank in range(args.processes)]
+    children: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
     lock = threading.Lock()
-    readers = [
-        threading.Thread(target=_label, args=(f"[{rank}] ", pipe, stream, lock), daemon=True)
-        for rank, child in enumerate(children)
-        for pipe, stream in ((child.stdout, out), (child.stderr, sys.stderr))
-    ]
-    for reader in readers:
-        reader.start()
-    with _Forward(children):
+    with _Forward(children):  # before the first one starts: a signal may come as soon as there is something to see
+        for rank in range(args.processes):
+            child = _start(args, rank, port)
+            children.append(child)
+            for pipe, stream in ((child.stdout, out), (child.stderr, sys.stderr)):
+                readers.append(threading.Thread(target=_label, args=(f"[{rank}] ", pipe, stream, lock), daemon=True))
+                readers[-1].start()
         first = _wait(children)
     for reader in readers:
         reader.join(timeout=5)

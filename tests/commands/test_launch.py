@@ -37,7 +37,7 @@ def start(tmp_path):
     def run(*arguments, json_too=False):
         env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         command = [sys.executable, "-c", "import sys; from lensjax import cli; from lensjax.commands import launch; "]
-        command[-1] += "launch.GRACE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+        command[-1] += "launch.GRACE = 30.0; sys.exit(cli.main(sys.argv[1:]))"
         options = ["launch", *(["--json"] if json_too else []), "--processes", "3", "--devices", "4", str(script)]
         return subprocess.Popen(
             [*command, *options, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
