@@ -34,9 +34,11 @@ HIDDEN = "leaves__state/params/hidden"
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"micro__count": 4}, r"field 'micro\.count' of the plan is 4, which cannot be executed yet"),
-        ({"micro__share": 2}, r"field 'micro\.share' of the plan is 2, which cannot be executed yet"),
-        ({"layers": {"*": "full"}}, r"field 'layers\.\*' of the plan is 'full', which cannot be executed yet"),
+        ({"micro__count": 0}, r"field 'micro\.count' is 0; expected 1 or more"),
+        ({"micro__share": -2}, r"field 'micro\.share' is -2; expected 1 or more"),
+        ({"micro__share": 3}, r"field 'micro\.share' of the plan is 3; expected a number of examples up to the batch of"),
+        ({"layers": {"*": "full"}}, r"field 'layers\.\*' is 'full'; expected one of keep, dots, named"),
+        ({"layers": {"attention": "inputs"}}, r"field 'layers\.attention' names a layer that the step does not have"),
         ({"reduce": {"device": {"codec": "int8"}}}, r"field 'reduce\.device' names no tier"),
         ({"reduce": {"process": {"codec": "int8"}}}, r"field 'reduce\.process\.codec' of the plan is 'int8', which"),
         ({"reduce": {"process": {"bucket": 1}}}, r"field 'reduce\.process\.bucket' of the plan is 1, which cannot"),
