@@ -73,7 +73,7 @@ def test_a_plan_made_by_hand_is_checked_like_a_file():
         wrong = plan.replace(leaves={"state/params/hidden": ("fsdp", None)})
         lensjax.parallelize(step, plan=wrong)(create(), batch())
     with pytest.raises(PlanError, match=r"field 'micro\.count' is 0; expected 1 or more"):
-        wrong = plan.replace(micro=dataclasses.replace(plan.micro, count=2))
+        wrong = plan.replace(micro=dataclasses.replace(plan.micro, count=0))
         lensjax.parallelize(step, plan=wrong)(create(), batch())
 
 
