@@ -36,6 +36,7 @@ def test_parameters_are_as_many_as_published(name):
     assert count == pytest.approx(published, rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_small_one_learns(name):
     """Loss is finite and falls when the same batch is seen again: gradients reach what they should."""
