@@ -50,6 +50,7 @@ def check(name, roles, sizes, stored):
     compare(name, plan, "cpu:8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, roles, sizes, stored", FAST)
 def test_a_found_plan_equals_one_device(name, roles, sizes, stored):
     check(name, roles, sizes, stored)

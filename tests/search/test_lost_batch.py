@@ -48,6 +48,7 @@ def check(name, plans):
         assert not (wrong := found(program, plan, one)), f"{name} under {text}: {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, plan", [("gpt_scan_remat_dropout", "fsdp=2,tp=4"), ("gpt_unrolled", "dp=2,fsdp=4")])
 def test_no_matmul_does_more_than_its_share(name, plan):
     check(name, [plan])
