@@ -71,7 +71,15 @@ def dimension_factors(source: Any) -> DimensionFactors:
 
     `without_rule` counts operations that Shardy has no rule for (their results relate to nothing).
     """
-    source = source if isinstance(source, Template) else template(source)
+    module, joiner = joined(source if isinstance(source, Template) else template(source))
+    for op, mapped in joiner.facts:
+        joiner.note(op, mapped)
+    return joiner.finish(main_function(module))
+
+
+def joined(source: Template) -> tuple[Any, Joiner]:
+    """(a copy of the module with the rules of its operations, which its operations do not keep alive by themselves; the
+    dimensions that belong together in it)."""
     module = source.module.clone()
     _jax.run_passes(module, *_jax.PASSES_RULES)
     joiner = Joiner()
@@ -80,9 +88,7 @@ def dimension_factors(source: Any) -> DimensionFactors:
         joiner.dims(argument)
     for op in walk(main):
         joiner.operation(op)
-    for op, mapped in joiner.facts:
-        joiner.note(op, mapped)
-    return joiner.finish(main)
+    return module, joiner
 
 
 class Joiner:

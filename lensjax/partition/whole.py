@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lensjax import _jax
-from lensjax.partition.axes import Dimension, Joiner
+from lensjax.partition.axes import Dimension, joined
 from lensjax.partition.data import Body, Value
-from lensjax.partition.inline import main_function, walk
+from lensjax.partition.inline import main_function
 from lensjax.partition.module import Template, template
 from lensjax.partition.read import Reader
 from lensjax.partition.simplify import simplify
@@ -34,16 +33,9 @@ def whole(source: Any) -> Whole:
     """Reads a `jax.stages.Lowered` or `Template` whose shardings split nothing. Raises PartitionError as `partition`
     does."""
     source = source if isinstance(source, Template) else template(source)
-    module = source.module.clone()
-    _jax.run_passes(module, *_jax.PASSES_RULES)
-    joiner = Joiner()
-    main = main_function(module)
-    for argument in main.regions[0].blocks[0].arguments:
-        joiner.dims(argument)
-    for op in walk(main):
-        joiner.operation(op)
+    module, joiner = joined(source)
     reader = Reader(source.mesh)
-    body = reader.function(main)
+    body = reader.function(main_function(module))
     number: dict[int, int] = {}
     dims: list[tuple[Dimension, ...]] = [()] * len(reader.values)
     for value, i in reader.ids.items():
