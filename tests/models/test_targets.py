@@ -11,7 +11,7 @@ import pytest
 
 from lensjax._errors import UsageError
 from lensjax.cost.price import price
-from lensjax.models import create_state, names, target
+from lensjax.models import create_state, target
 from lensjax.models.decoder import blockwise, rope
 from lensjax.models.targets import CONFIGS
 from lensjax.program.program import analyze
@@ -38,7 +38,7 @@ def test_parameter_count_is_the_published_one(name, billions):
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize("name", [n for n in names() if "tiny" in n])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "tiny" in n])
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_tiny_target_learns_a_constant_batch(name, scan):
     config = dataclasses.replace(CONFIGS[name], scan=scan, layers=2, dtype=jnp.float32)
