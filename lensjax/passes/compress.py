@@ -80,9 +80,10 @@ def reducer(plan: Plan) -> Reducer:
     how = {tier: plan.reduce[tier] for tier in tiers}
     kinds = {(r.codec, r.bucket) for r in how.values()}
     if len(kinds) > 1:
+        codecs = ", ".join(r.codec for r in how.values())
         raise PlanError(
-            f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({', '.join(r.codec for r in how.values())}); the "
-            f"mesh axes {', '.join(slow)} are reduced in one exchange",
+            f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
+            f"{', '.join(slow)} are reduced in one exchange",
             hint="give these tiers the same codec and bucket, or leave the faster one out: it is then exact",
         )
     chosen = next(iter(how.values()), Reduce())
