@@ -40,7 +40,7 @@ HIDDEN = "leaves__state/params/hidden"
         ({"layers": {"*": "full"}}, r"field 'layers\.\*' is 'full'; expected one of keep, dots, named"),
         ({"layers": {"attention": "inputs"}}, r"field 'layers\.attention' names a layer that the step does not have"),
         ({"reduce": {"device": {"codec": "int8"}}}, r"field 'reduce\.device' names no tier"),
-        ({"reduce": {"process": {"codec": "int3"}}}, r"field 'reduce\.process\.codec' of the plan is 'int3': there is no"),
+        ({"reduce": {"process": {"codec": "int3"}}}, r"field 'reduce\.process\.codec' of the plan is 'int3': there"),
         ({"reduce": {"process": {"bucket": 1}}}, r"field 'reduce\.process\.bucket' does nothing: an exact reduction"),
         ({"pipeline": {"stages": 2, "schedule": "1f1b"}}, "field 'pipeline' of the plan is '2 stages', which cannot"),
         ({"flags": {"xla_x": "1"}}, r"field 'flags\.xla_x' of the plan is '1', which cannot be executed yet"),

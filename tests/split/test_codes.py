@@ -60,6 +60,7 @@ def spread(mine, expected) -> float:
 
 
 # Rms errors of two hops over two replicas, for Gaussian values: communication in this precision is worth so much.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "codec, preset, micro, most",
     [
@@ -83,6 +84,7 @@ def test_gradients_are_those_of_one_device_within_the_codec_s_error(codec, prese
     assert worst["['norm']"] <= 0.004 and worst["['router']['kernel']"] <= 0.004, "small leaves go as bf16"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec, wide", [("int8", "u8"), ("int4", "u8")])
 @pytest.mark.parametrize("preset", ["dp=2,fsdp=4", "dp=2,tp=4"])
 def test_only_codes_cross_the_slow_tier(codec, wide, preset):
@@ -119,6 +121,7 @@ def test_the_memory_of_a_codec_lives_in_extra_and_replicas_stay_equal():
     assert seen[-1] < seen[0]
 
 
+@pytest.mark.slow
 def test_saved_and_restored_it_continues_bit_for_bit(tmp_path):
     made, state = under("int4"), init(jax.random.key(0))
     for n in range(3):
@@ -176,6 +179,7 @@ def test_compress_says_what_it_decided():
     assert not inside.reduce and any("slow tier" in f for f in inside.predicted.findings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bandwidth, codes", [(50e9, False), (10e6, True)])
 def test_auto_compresses_where_it_pays(bandwidth, codes):
     import dataclasses
