@@ -98,12 +98,12 @@ def shapes(emitted: Emitted) -> list[jax.ShapeDtypeStruct]:
 def lower(emitted: Emitted, platform: str | None = None, donate: bool = True) -> jax.stages.Lowered:
     """StableHLO of the step for a platform ("cpu", "cuda", "tpu"; None: the one JAX runs on). Needs no device when the
     mesh is abstract and the platform is given."""
-    hidden = [s.sharding for s in emitted.extra.values()]
+    hidden, first = [s.sharding for s in emitted.extra.values()], len(emitted.arguments)
     jitted = jax.jit(
         emitted.run,
         in_shardings=[*emitted.arguments, *hidden],
         out_shardings=[*emitted.results, *hidden],
-        donate_argnums=emitted.donated if donate else (),
+        donate_argnums=(*emitted.donated, *range(first, first + len(hidden))) if donate else (),
         keep_unused=True,
     )
     platforms = (platform,) if platform is not None else None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lensjax._errors import BatchError, CodecError, PlanError
+from lensjax._units import duration
 from lensjax.comm import parse_codec
 from lensjax.comm.gate import CODING_BYTES, LEAST_GAIN
 from lensjax.passes.shardings import batch_axes
@@ -87,7 +88,7 @@ def compressed(
     saved, least = now.step_s - best.step_s, _least(now, old, best, tier, cluster)
     candidates = tuple(sorted([*choice.candidates, *(new for _, new in made)], key=lambda c: c.step_s))
     choice = dataclasses.replace(choice, candidates=candidates)
-    told = f"{best.step_s * 1e3:.3g} ms a step against {now.step_s * 1e3:.3g} ms with {now.name}, exact"
+    told = f"{duration(best.step_s)} a step against {duration(now.step_s)} with {now.name}, exact"
     if how == "auto" and saved < least:
         return _noted(choice, f"compress='auto': off: the best with codes, {best.name}, is predicted to take {told}")
     assert best.plan is not None

@@ -1,5 +1,6 @@
 """Gradients that cross the slow tier as codes, from the plan's `reduce` field to the wire."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,10 +12,19 @@ from flax.training.train_state import TrainState
 
 import lensjax
 from lensjax._errors import PlanError
+from lensjax.cost.price import price
 from lensjax.execute.place import device_mesh
+from lensjax.models import target
+from lensjax.models.targets import CONFIGS
 from lensjax.plan.plan import Micro, Plan, Reduce
+from lensjax.program.program import analyze
+from lensjax.search.choose import tier_names
+from lensjax.search.presets import preset
+from lensjax.topology import Cluster
+from lensjax.verify.devices import missing
 from tests.comm.wire import along, sent
 
+needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
 MACHINE = "cpu:2x4"
 SLOW = "host"
 
@@ -182,10 +192,6 @@ def test_compress_says_what_it_decided():
 @pytest.mark.few(1)
 @pytest.mark.parametrize("bandwidth, codes", [(50e9, False), (10e6, True)])
 def test_auto_compresses_where_it_pays(bandwidth, codes):
-    import dataclasses
-
-    from lensjax.topology import Cluster
-
     cluster = Cluster.parse(MACHINE)
     tiers = tuple(dataclasses.replace(t, bandwidth=bandwidth) if t.name == SLOW else t for t in cluster.tiers)
     cluster = dataclasses.replace(cluster, tiers=tiers)
@@ -193,3 +199,27 @@ def test_auto_compresses_where_it_pays(bandwidth, codes):
     plan = made.plan_for(init(jax.random.key(0)), batch())
     assert bool(plan.reduce) == codes
     assert any("compress='auto'" in f for f in plan.predicted.findings)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("inside", ["fsdp:once=8", "fsdp:once=4,tp=2"])
+def test_compiled_for_two_nodes_of_h100_only_codes_cross(inside, tmp_path, monkeypatch):
+    """One all-to-all and one all-gather a bucket; nothing is gathered over the tensor axis on the way, and nothing wide
+    but scalars (the loss, the clip's norm) leaves a node."""
+    from lensjax.verify.proof import prove
+
+    monkeypatch.setenv("LENSJAX_CACHE", str(tmp_path))
+    made = target(dataclasses.replace(CONFIGS["llama3-tiny"], width=256, kv_heads=8, mlp=1024), 32, 64)
+    program, cluster = analyze(made.step, (made.state, made.batch)), Cluster.parse("dgx-h100:2")
+    plain = preset(f"dp=2,{inside}", program, cluster.devices, tier_of=tier_names(cluster))
+    plan = price(program, plain.replace(reduce={"rail": Reduce("int8")}), cluster)
+    proof = prove(program, plan, cluster)
+    rail = [c for c in proof.audit.found.collectives if len({int(g) // 8 for g in c.groups[0]}) > 1]
+    wide = [c for c in rail if not set(c.dtypes) <= {"u8", "s8", "u16"}]
+    assert sum(c.payload for c in wide) <= 64, wide
+    coded = [c.kind for c in rail if "u8" in c.dtypes]  # XLA may join the gathers of codes and of bf16 into one
+    assert coded.count("all-to-all") == coded.count("all-gather") == 1
+    assert all(c.trips == 1 for c in rail if c not in wide)
+    predicted, compiled = proof.tiers["rail"]
+    assert compiled == pytest.approx(predicted, rel=0.02)
