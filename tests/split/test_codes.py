@@ -223,3 +223,21 @@ def test_compiled_for_two_nodes_of_h100_only_codes_cross(inside, tmp_path, monke
     assert all(c.trips == 1 for c in rail if c not in wide)
     predicted, compiled = proof.tiers["rail"]
     assert compiled == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.slow
+def test_other_functions_and_other_batches_live_with_a_codec():
+    """An evaluation of the state has no gradient to code; a smaller batch goes on with the same memory."""
+    made, state = under("int4"), init(jax.random.key(0))
+    state, _ = made(state, batch())
+    held = {k: np.asarray(v) for k, v in made.extra.items()}
+    evaluate = made.companion(lambda state, batch: {"y": batch["x"] @ state.params["up"]})
+    out = evaluate(state, batch())
+    np.testing.assert_allclose(out["y"], batch()["x"] @ np.asarray(state.params["up"]), rtol=1e-4, atol=1e-4)
+    assert all((held[k] == np.asarray(v)).all() for k, v in made.extra.items())
+    small = jax.tree.map(lambda x: x[:16], batch(1))
+    after, metrics = made(state, small)
+    _, expected = jax.jit(step)(state, small)
+    assert spread(metrics["grads"]["up"], expected["grads"]["up"]) < 0.3
+    assert any((held[k] != np.asarray(v)).any() for k, v in made.extra.items())
+    assert jax.tree.structure(after) == jax.tree.structure(state)
