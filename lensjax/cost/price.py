@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from lensjax.cost.score import score
-from lensjax.partition import partition
-from lensjax.passes.emit import abstract_mesh, emit, lower
+from lensjax.partition import Partitioned, partition
+from lensjax.passes.emit import Emitted, abstract_mesh, emit, lower
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 from lensjax.topology.cluster import Cluster
@@ -19,9 +19,14 @@ def price(program: Program, plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its prediction for a cluster. Needs no device. Raises PlanError or BatchError where it does not
     apply."""
     emitted = emit(program, plan, abstract_mesh(plan))
-    predicted = score(partition(lower(emitted, lowered_for(plan, cluster))), cluster, plan, program)
+    return priced(emitted, partition(lower(emitted, lowered_for(plan, cluster))), cluster)
+
+
+def priced(emitted: Emitted, partitioned: Partitioned, cluster: Cluster) -> Plan:
+    """The plan of an emission with its prediction, from what each device then holds, computes and sends."""
+    predicted = score(partitioned, cluster, emitted.plan, emitted.program)
     predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
-    return dataclasses.replace(plan, predicted=predicted)
+    return dataclasses.replace(emitted.plan, predicted=predicted)
 
 
 def lowered_for(plan: Plan, cluster: Cluster) -> str:

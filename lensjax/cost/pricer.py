@@ -14,8 +14,7 @@ from jax.extend import core as jcore
 from jax.sharding import PartitionSpec
 
 from lensjax import _jax
-from lensjax.cost.price import lowered_for
-from lensjax.cost.score import score
+from lensjax.cost.price import lowered_for, priced
 from lensjax.partition import Partitioned, Template, partition, template
 from lensjax.passes.emit import Emitted, abstract_mesh, emit, lower
 from lensjax.plan.plan import Plan
@@ -42,9 +41,7 @@ class Pricer:
 
     def price(self, plan: Plan) -> Plan:
         emitted = emit(self.program, plan, abstract_mesh(plan))
-        predicted = score(self._partitioned(emitted, plan), self.cluster, plan, self.program)
-        predicted = dataclasses.replace(predicted, findings=(*predicted.findings, *emitted.notes))
-        return dataclasses.replace(plan, predicted=predicted)
+        return priced(emitted, self._partitioned(emitted, plan), self.cluster)
 
     def partitioned(self, plan: Plan) -> Partitioned:
         """What each device holds, computes and sends under a plan."""
