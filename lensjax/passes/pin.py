@@ -8,7 +8,8 @@ reduce-scattered. So the pass pins
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
-Values keep their numbers: a constraint is the identity.
+Values keep their numbers: a constraint is the identity, and what the cuts between devices could make the compiler round
+otherwise is held (see `steady`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
+from lensjax.passes.steady import steady
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
@@ -57,7 +59,7 @@ def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Sh
     `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings, share).top())
+    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, share).top()))
 
 
 @dataclasses.dataclass(frozen=True)
