@@ -170,6 +170,8 @@ class _Pinner:
         gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
+            if eqn.primitive.name == "conv_general_dilated" and self.rules:
+                ins = self._windows_or_channels(b, eqn, ins)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
             b.emit(eqn.replace(invars=ins))
@@ -223,6 +225,22 @@ class _Pinner:
                         entries[d] = free
                         used.update(free)
         return entries if used else None
+
+    def _windows_or_channels(self, b: Builder, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The operands of a convolution, its input split over its windows or its kernel over its input channels, never
+        both: over one mesh axis XLA computes wrong sums then, on every platform (seen in jax 0.10.2 and 0.12.0.1). The
+        kernel's channels win where a rule splits them; else the input is left as it is."""
+        numbers = eqn.params["dimension_numbers"]
+        kernel, channels = eqn.invars[1], numbers.rhs_spec[1]
+        axis = self.program.logical.major(kernel, channels)
+        if not all(map(is_var, eqn.invars)) or axis in self.batch_ids:  # a weight's gradient sums over the batch
+            return ins
+        at, whole = 1, (channels,)
+        if any(a == axis and mesh for a, mesh in self.rules):
+            at, whole = 0, numbers.lhs_spec[2:]
+        entries = [None if d in whole else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(eqn.invars[at])))]
+        pinned = Constrain(NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return [b.apply(pinned, a, like=eqn, name="lensjax.conv")[0] if k == at else a for k, a in enumerate(ins)]
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]

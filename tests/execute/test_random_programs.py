@@ -35,13 +35,15 @@ def check(programs, plan):
         theirs, ours = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(g[n])]) for g in (grads, my_grads))
         assert np.isfinite(theirs).all(), program
         apart = np.abs(theirs - ours).max() / np.abs(theirs).max()
-        if not apart <= 1e-5:
+        # What rounds to bfloat16 on the way may round one value to the other side (CONTRACTS 6).
+        bound = 2e-2 if any(kind == "each" and variant == 2 for kind, variant, _ in program[0]) else 1e-5
+        if not apart <= bound:
             faults.append(f"gradients of {program} differ by {apart:.1e} of the largest")
-        if not abs(float(losses[n]) - float(my_losses[n])) <= 1e-5 * abs(float(losses[n])):
+        if not abs(float(losses[n]) - float(my_losses[n])) <= bound * abs(float(losses[n])):
             faults.append(f"losses of {program} are {losses[n]} and {my_losses[n]}")
         expected = jax.tree.map(lambda p, g: p - 0.01 * g, params[n], grads[n])
         for a, b in zip(jax.tree.leaves(new[n]), jax.tree.leaves(expected), strict=True):
-            if not np.allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(theirs).max() + 1e-6):
+            if not np.allclose(a, b, rtol=1e-4, atol=bound * np.abs(theirs).max() + 1e-6):
                 faults.append(f"the next parameters of {program} differ by {np.abs(a - b).max():.1e}")
     assert not faults, "\n".join([f"under {plan}:", *faults])
 
