@@ -227,15 +227,16 @@ class _Pinner:
         return entries if used else None
 
     def _windows_or_channels(self, b: Builder, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The operands of a convolution, its input split over its windows or its kernel over its input channels, never
-        both: over one mesh axis XLA computes wrong sums then, on every platform (seen in jax 0.10.2 and 0.12.0.1). The
-        kernel's channels win where a rule splits them; else the input is left as it is."""
+        """The operands of a convolution, its input split over its windows or its kernel over its input channels or its
+        own window, never both: over one mesh axis XLA computes wrong sums then (seen in jax 0.10.2 and 0.12.0.1, in the
+        partitioner that all platforms share). The kernel's channels win where a rule splits them; else the input is
+        left as it is."""
         numbers = eqn.params["dimension_numbers"]
         kernel, channels = eqn.invars[1], numbers.rhs_spec[1]
         axis = self.program.logical.major(kernel, channels)
         if not all(map(is_var, eqn.invars)) or axis in self.batch_ids:  # a weight's gradient sums over the batch
             return ins
-        at, whole = 1, (channels,)
+        at, whole = 1, numbers.rhs_spec[1:]
         if any(a == axis and mesh for a, mesh in self.rules):
             at, whole = 0, numbers.lhs_spec[2:]
         entries = [None if d in whole else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(eqn.invars[at])))]

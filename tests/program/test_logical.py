@@ -10,6 +10,7 @@ import lensjax
 from lensjax.program import logical
 from lensjax.program.inline import inline
 from lensjax.program.logical import logical_axes
+from lensjax.program.program import analyze
 from tests.program.whole_marks import whole_program_axes
 from tests.zoo import FAMILIES
 
