@@ -238,8 +238,9 @@ class _Joiner:
                 if names := getattr(axis, kind):
                     for leaf in self.factors.leaves(x):
                         noted[kind].setdefault(leaf, Counter()).update(names)
-        sizes = {leaf: tuple(sorted(self.factors.sizes[leaf])) for leaf in number}
-        return tuple(
-            LogicalAxis(s[-1], s, *(dict(noted[kind].get(leaf, {})) for kind in _KINDS), twice[leaf])
-            for leaf, s in sizes.items()
-        ), dims
+        axes = []
+        for leaf in number:
+            sizes = tuple(sorted(self.factors.sizes[leaf]))
+            reduced, whole, moved = (dict(noted[kind].get(leaf, {})) for kind in _KINDS)
+            axes.append(LogicalAxis(sizes[-1], sizes, reduced, whole, moved, twice[leaf]))
+        return tuple(axes), dims

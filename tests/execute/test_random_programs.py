@@ -45,6 +45,7 @@ def check(programs, plan):
         for a, b in zip(jax.tree.leaves(new[n]), jax.tree.leaves(expected), strict=True):
             if not np.allclose(a, b, rtol=1e-4, atol=bound * np.abs(theirs).max() + 1e-6):
                 faults.append(f"the next parameters of {program} differ by {np.abs(a - b).max():.1e}")
+    print(f"{len(programs)} programs under {plan}: {len(faults)} faults", flush=True)  # progress, with pytest -s
     assert not faults, "\n".join([f"under {plan}:", *faults])
 
 
