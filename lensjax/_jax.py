@@ -190,6 +190,16 @@ def deleted_argument_aborts() -> bool:
     return tuple(jax.__version_info__[:2]) < (0, 12)
 
 
+def keep_barriers() -> dict[str, Any]:
+    """Compiler options under which the CPU compiler keeps optimization barriers until loops are formed.
+
+    jax 0.10.2 drops them before: what stands behind one is then computed again in every loop that reads it. jax
+    0.12.0.1 keeps them by itself. Only for the CPU: other compilers need the pass that this leaves out.
+    """
+    old = tuple(jax.__version_info__[:2]) < (0, 12)
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if old else {}
+
+
 def is_jitted(fn: Any) -> bool:
     """Whether `fn` was made by `jax.jit`."""
     return getattr(fn, "_jit_info", None) is not None

@@ -225,6 +225,7 @@ def _flat(emitted: Emitted) -> Any:
         out_shardings=[*emitted.results, *hidden],
         donate_argnums=(*emitted.donated, *range(first, first + len(hidden))),
         keep_unused=True,
+        compiler_options=emitted.options(),
     )
 
 
@@ -246,6 +247,7 @@ def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
         out_shardings=jax.tree.unflatten(out_tree, emitted.results),
         donate_argnums=donated,
         keep_unused=True,
+        compiler_options=emitted.options(),
     )
 
 

@@ -39,6 +39,9 @@ class Factors:
 
     def join(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Says that two products of factors are one dimension. Does nothing where their sizes cannot be aligned."""
+        if len(left) == len(right) == 1 and self._whole(left[0]) and self._whole(right[0]):
+            self._merge(left[0], right[0])
+            return
         a = [leaf for x in left for leaf in self.leaves(x)]
         b = [leaf for x in right for leaf in self.leaves(x)]
         if len(a) == len(b) == 1:
@@ -59,6 +62,9 @@ class Factors:
                 b[:1] = self.leaves(y)
             else:
                 return
+
+    def _whole(self, x: int) -> bool:
+        return self.find(x) not in self._parts
 
     def split(self, x: int, sizes: tuple[int, ...]) -> bool:
         """Splits a class into factors of these sizes, major first; False where members of other sizes forbid it."""

@@ -23,6 +23,7 @@ from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
 from lensjax.passes.share_sizes import falls_back, splits
 from lensjax.passes.shares import shares
+from lensjax.passes.steady import compared
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 
@@ -33,7 +34,8 @@ class Emitted:
     (captured arrays included); shardings are flat too (a result's None is left to the compiler). `donated`: argument
     positions. `notes`: what a reader should know: a field of the plan that is carried out in another way. `pinned`: the
     jaxpr behind `run`, None where the step is a loop over shares. `extra`: the hidden state of the plan, name ->
-    ShapeDtypeStruct with sharding: `run` takes it after the leaves and returns its next values after the results."""
+    ShapeDtypeStruct with sharding: `run` takes it after the leaves and returns its next values after the results.
+    `steady`: some value is held for a comparison (see `passes.steady`)."""
 
     program: Program
     plan: Plan
@@ -45,6 +47,13 @@ class Emitted:
     notes: tuple[str, ...] = ()
     pinned: Any = None
     extra: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    steady: bool = False
+
+    def options(self, platform: str | None = None) -> dict[str, Any]:
+        """The options that `run` must be compiled with on a platform (None: that of the mesh's devices)."""
+        devices = () if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat
+        platform = platform or next((d.platform for d in devices), None)
+        return _jax.keep_barriers() if self.steady and platform == "cpu" else {}
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -72,6 +81,14 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
+    notes = [note] if note else []
+    lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
+    if lines:
+        where = ", ".join(line for line in lines if line) or "lines unknown"
+        notes.append(
+            f"values that are compared with their own maximum, or with others picked from them, are written to memory "
+            f"once, so that both sides read the same bits: {where}"
+        )
     return Emitted(
         program=program,
         plan=plan,
@@ -80,8 +97,9 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
         arguments=tuple(named(mesh, s) for s in shardings.arguments),
         results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
         donated=donated,
-        notes=(note,) if note else (),
+        notes=tuple(notes),
         pinned=pinned,
+        steady=bool(lines),
         extra=extra,
     )
 
@@ -105,6 +123,7 @@ def lower(emitted: Emitted, platform: str | None = None, donate: bool = True) ->
         out_shardings=[*emitted.results, *hidden],
         donate_argnums=(*emitted.donated, *range(first, first + len(hidden))) if donate else (),
         keep_unused=True,
+        compiler_options=emitted.options(platform),
     )
     platforms = (platform,) if platform is not None else None
     return jitted.trace(*shapes(emitted), *emitted.extra.values()).lower(lowering_platforms=platforms)

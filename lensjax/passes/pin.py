@@ -8,7 +8,8 @@ reduce-scattered. So the pass pins
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
-Values keep their numbers: a constraint is the identity.
+Values keep their numbers: a constraint is the identity, and what the cuts between devices could make the compiler round
+otherwise is held (see `steady`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
+from lensjax.passes.steady import steady
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
@@ -57,7 +59,7 @@ def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Sh
     `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=_Pinner(program, plan, mesh, shardings, share).top())
+    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, share).top()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +170,8 @@ class _Pinner:
         gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
+            if eqn.primitive.name == "conv_general_dilated" and self.rules:
+                ins = self._windows_or_channels(b, eqn, ins)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
             b.emit(eqn.replace(invars=ins))
@@ -221,6 +225,23 @@ class _Pinner:
                         entries[d] = free
                         used.update(free)
         return entries if used else None
+
+    def _windows_or_channels(self, b: Builder, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The operands of a convolution, its input split over its windows or its kernel over its input channels or its
+        own window, never both: over one mesh axis XLA computes wrong sums then (seen in jax 0.10.2 and 0.12.0.1, in the
+        partitioner that all platforms share). The kernel's channels win where a rule splits them; else the input is
+        left as it is."""
+        numbers = eqn.params["dimension_numbers"]
+        kernel, channels = eqn.invars[1], numbers.rhs_spec[1]
+        axis = self.program.logical.major(kernel, channels)
+        if not all(map(is_var, eqn.invars)) or axis in self.batch_ids:  # a weight's gradient sums over the batch
+            return ins
+        at, whole = 1, numbers.rhs_spec[1:]
+        if any(a == axis and mesh for a, mesh in self.rules):
+            at, whole = 0, numbers.lhs_spec[2:]
+        entries = [None if d in whole else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(eqn.invars[at])))]
+        pinned = Constrain(NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return [b.apply(pinned, a, like=eqn, name="lensjax.conv")[0] if k == at else a for k, a in enumerate(ins)]
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]

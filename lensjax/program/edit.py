@@ -67,7 +67,10 @@ def body_operands(eqn: Any) -> Iterator[tuple[Any, list[Atom], list[Atom | None]
     For a scan, a scanned operand is the whole stack and the body sees a slice of it; for the predicate of a while loop
     the result is None.
     """
-    name, ins, outs = eqn.primitive.name, list(eqn.invars), list(eqn.outvars)
+    name = eqn.primitive.name
+    if name not in _BODIES:  # nearly all: analyses ask this of every equation
+        return
+    ins, outs = list(eqn.invars), list(eqn.outvars)
     if name == "cond":
         for body in eqn.params["branches"]:
             yield body, ins[1:], outs

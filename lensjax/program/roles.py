@@ -149,7 +149,7 @@ def _signature(prefix: tuple[str, ...], members: Sequence[int], paths: Sequence[
     def one(i: int) -> Any:
         rest = tuple(paths[i].split("/")[len(prefix) :]) if paths[i] else ()
         aval = variables[i].aval
-        return rest, tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval))
+        return rest, tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", aval)
 
     return tuple(one(i) for i in members)
 

@@ -113,6 +113,64 @@ def test_tensor_parallelism_compiled_for_h100_sends_the_closed_form():
     assert sum(found.values()) == pytest.approx(expected, rel=0.02)
 
 
+def compiled_collectives(plan, program):
+    text = lower(emit(program, plan, mesh_on(plan, "cuda")), "cuda").compile().as_text()
+    return collectives(parse_hlo(text)).collectives
+
+
+def sent(found):
+    return sum(sent_bytes(c.kind, c.payload, c.members) * c.trips for c in found)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_sequence_parallelism_compiled_for_h100_sends_the_closed_form():
+    """In each layer two pairs of gather and scatter forward and two backward, and what was gathered gathered again for
+    the weights' gradients rather than kept (Korthikanti et al. 2022, section 4.2.2): six gathers and four scatters."""
+    step, state, batch = target("llama3-tiny", 16, 64, remat="none", **DECODER)
+    p = analyze(step, (state, batch))
+    found = compiled_collectives(preset("tp_sp=4", p, 8), p)
+    activation = 3 / 4 * (16 / 2 * 64 * DECODER["width"] * 4)
+    inside = [c for c in found if c.trips == DECODER["layers"]]
+    kinds = {k: sent(c for c in inside if c.kind == k) for k in ("all-gather", "reduce-scatter", "all-reduce")}
+    assert sent(inside) == pytest.approx(sum(kinds.values()))
+    assert kinds["all-gather"] == pytest.approx(6 * DECODER["layers"] * activation, rel=0.02)
+    assert kinds["reduce-scatter"] == pytest.approx(4 * DECODER["layers"] * activation, rel=0.02)
+    in_layers = {i for layer in p.layers for i in layer.parameters}
+    matrices = sum(p.arguments[i].nbytes for i in in_layers if len(p.arguments[i].shape) > 2)
+    assert kinds["all-reduce"] == pytest.approx(2 * 1 / 2 * matrices / 4, rel=0.02)
+    # The vocabulary, a table of `table` bytes, and the norms. Head: its input gathered and that one's gradient
+    # scattered, its gradient over the nodes. Lookup: the table gathered, its gradient reduced over all eight devices,
+    # and its result moved from a split of the batch to one of the sequence and back, over two nodes.
+    table = DECODER["vocab"] * DECODER["width"] * 4
+    norms = sum(a.nbytes for a in map(p.arguments.__getitem__, p.parameters)) - matrices - 2 * table
+    head = 2 * activation + 2 * 1 / 2 * table / 4
+    lookup = 3 / 4 * table + 2 * 7 / 8 * table + 2 * activation
+    total = sum(kinds.values()) + head + lookup + 2 * 7 / 8 * norms
+    assert sent(found) == pytest.approx(total, rel=0.02)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_hsdp_compiled_for_h100_reduces_in_the_node_and_the_shard_across():
+    """Gathers and reduce-scatters of ZeRO-3 over the four devices of a node, and only a shard's all-reduce between the
+    two nodes."""
+    p = program()
+    plan = preset("hsdp=4", p, 8)
+    found = compiled_collectives(plan, p)
+    node = lambda c: all(len({d // 4 for d in group}) == 1 for group in c.groups.tolist())
+    split, whole = split_and_whole(p, plan)
+    layers = sum(p.arguments[i].nbytes for x in p.layers for i in x.parameters if p.arguments[i].path in plan.leaves)
+    inside, across = [c for c in found if node(c)], [c for c in found if not node(c)]
+    assert {c.kind for c in across} == {"all-reduce"}
+    assert sent(c for c in inside if c.kind == "all-gather") == pytest.approx(3 / 4 * (split + layers), rel=0.02)
+    looped = [c for c in found if c.trips == DECODER["layers"]]
+    assert sent(c for c in looped if c.kind == "reduce-scatter") == pytest.approx(3 / 4 * layers, rel=0.02)
+    assert sent(c for c in looped if c in across) == pytest.approx(2 * 1 / 2 * layers / 4, rel=0.02)
+    expected = fsdp_bytes(p, plan, "again", 4) + 2 * 1 / 2 * (split / 4 + whole)
+    assert sent(found) == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.few(1)
 @needs_gpu_compiler
 @pytest.mark.parametrize("gather", ["once", "again"])
