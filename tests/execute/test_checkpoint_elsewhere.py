@@ -9,6 +9,8 @@ import textwrap
 import numpy as np
 import pytest
 
+from tests.execute import several
+
 pytestmark = pytest.mark.slow
 
 TRAIN = textwrap.dedent("""
@@ -41,23 +43,8 @@ TRAIN = textwrap.dedent("""
 
 
 def run(processes, devices, port, *arguments):
-    base = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    base["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    if processes > 1:
-        base |= {"LENSJAX_COORDINATOR": f"localhost:{port}", "LENSJAX_PROCESSES": str(processes)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, *map(str, arguments)], env={**base, "LENSJAX_PROCESS": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(processes)
-    ]  # fmt: skip
-    out = []
-    for w in workers:
-        stdout, stderr = w.communicate(timeout=1200)
-        assert w.returncode == 0, stderr[-3000:]
-        out.append(json.loads(stdout.split("LOSSES")[1]))
-    return out
+    found = several.run(TRAIN, *arguments, processes=processes, devices=devices, port=port, timeout=1200)
+    return [json.loads(process.after("LOSSES")) for process in found]
 
 
 def test_the_next_five_losses_on_other_meshes_devices_and_processes(tmp_path, free_port):

@@ -2,23 +2,22 @@
 the batch, or the whole batch."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
+from tests.execute import several
+
 PROGRAM = textwrap.dedent("""
-    import json, sys
-    import jax, jax.numpy as jnp, numpy as np, optax
-    count, index = int(sys.argv[2]), int(sys.argv[3])
-    if count > 1:
-        jax.distributed.initialize(sys.argv[1], count, index, initialization_timeout=120)
+    import json, os, sys
+    import jax
+    plan, family, feed = sys.argv[1:4]
+    count, index = int(os.environ.get("LENSJAX_PROCESSES", 1)), int(os.environ["LENSJAX_PROCESS"])
+    if count > 1:  # a script that brings its own: lensjax.connect() is not asked for
+        jax.distributed.initialize(os.environ["LENSJAX_COORDINATOR"], count, index, initialization_timeout=120)
     import lensjax
     from tests.zoo import FAMILIES
 
-    plan, family, feed = sys.argv[4:7]
     made = FAMILIES[family].make()
     batch = jax.device_get(made.batch(jax.random.key(1)))
     train = lensjax.parallelize(made.step, plan=plan, cluster="cpu:2x4")
@@ -33,22 +32,10 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-def run(count, plan, family, feed, port):
-    devices = 8 // count
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, f"localhost:{port}", str(count), str(i), plan, family, feed],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    out = []
-    for w in workers:
-        stdout, stderr = w.communicate(timeout=400)
-        assert w.returncode == 0, stderr[-2000:]
-        out.append(json.loads(stdout.split("LOSSES")[1]))
-    return out
+def losses(count, plan, family, feed, port):
+    """What each process of `count` computed."""
+    found = several.run(PROGRAM, plan, family, feed, processes=count, devices=8 // count, port=port)
+    return [json.loads(process.after("LOSSES")) for process in found]
 
 
 @pytest.mark.slow
@@ -61,7 +48,7 @@ def run(count, plan, family, feed, port):
     ],
 )
 def test_several_processes_equal_one(counts, plan, family, feed, free_port):
-    (expected,) = run(1, plan, family, feed, free_port)
+    (expected,) = losses(1, plan, family, feed, free_port)
     for count in counts:
-        for losses in run(count, plan, family, feed, free_port):
-            assert losses == pytest.approx(expected, rel=1e-5)
+        for found in losses(count, plan, family, feed, free_port):
+            assert found == pytest.approx(expected, rel=1e-5)
