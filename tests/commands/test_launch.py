@@ -16,6 +16,7 @@ rank = int(os.environ["LENSJAX_PROCESS"])
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 print("hello", rank, os.environ.get("XLA_FLAGS"), sys.argv[1:])
 print("[Gloo] Rank is connected")
+print("2 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7")
 print("to stderr", file=sys.stderr)
 def all_said_hello():
     open(f"{__file__}.{rank}", "w").close()
