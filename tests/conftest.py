@@ -18,3 +18,20 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return s.getsockname()[1]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.few(n)`: n cases of a parametrized test, evenly spread, are fast ones, the others slow."""
+    cases: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault((item.path, item.name.split("[")[0]), []).append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("few")
+        assert mark is not None
+        count = min(mark.args[0], len(found))
+        fast = {round(k * len(found) / count) for k in range(count)}
+        for k, item in enumerate(found):
+            if k not in fast:
+                item.add_marker(pytest.mark.slow)

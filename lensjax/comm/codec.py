@@ -32,6 +32,7 @@ class Codec(abc.ABC):
     """How the leaves of one bucket are summed over the replicas of a group. All methods work on one device's shards."""
 
     name: ClassVar[str]
+    precision: ClassVar[str] = "what its error_bound says"  # of one message, in words for a report
 
     def __str__(self) -> str:
         """The name that `registry.parse_codec` reads back; parameters only where they differ from the defaults."""
@@ -80,6 +81,7 @@ class Exact(Codec):
     """Sums in full precision: float32 for narrower floats, otherwise the leaf's own type."""
 
     name = "exact"
+    precision = "float32"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Exact

@@ -22,6 +22,7 @@ class BFloat16(VectorCodec):
     """
 
     name: ClassVar[str] = "bf16"
+    precision: ClassVar[str] = "up to 2^-8 of itself"
 
     def encode(self, x: jax.Array) -> jax.Array:
         return bf16_bits(x)
@@ -51,6 +52,7 @@ class Float8(VectorCodec):
     """
 
     name: ClassVar[str] = "fp8"
+    precision: ClassVar[str] = "up to 2^-4 (e5m2: 2^-3) of itself"
     form: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 128
     feedback: float = 0.0

@@ -24,6 +24,7 @@ class Int8(VectorCodec):
     """
 
     name: ClassVar[str] = "int8"
+    precision: ClassVar[str] = "up to 1/252 of the largest value of its block"
     block: int = 128
     feedback: float = 0.0
 
@@ -58,6 +59,7 @@ class Int4(VectorCodec):
     """
 
     name: ClassVar[str] = "int4"
+    precision: ClassVar[str] = "up to 1/13.9 of the largest value of its block, what is lost being sent later in part"
     block: int = 128
     feedback: float = 0.5
     hadamard: bool = False

@@ -36,6 +36,7 @@ class PowerSGD(Codec):
     """
 
     name: ClassVar[str] = "powersgd"
+    precision: ClassVar[str] = "what is outside of the rank, which is sent later"
     rank: int = 4
     feedback: bool = True
     stacked: int = 0

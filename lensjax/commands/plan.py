@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search", metavar="STRATEGY", help="who looks for plans: milp (default), greedy, exhaustive, ..."
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after that long with the best so far")
+    parser.add_argument(
+        "--compress", metavar="CODEC", default="off", help="gradients cross the slowest tier as codes: int8, auto, ..."
+    )
     parser.add_argument("--judge", action="store_true", help="compile the last few candidates and decide by that")
     parser.add_argument(
         "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> Result:
             search=args.search,
             budget=args.budget,
             judge=args.judge,
+            compress=args.compress,
         )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start

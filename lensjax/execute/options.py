@@ -16,6 +16,7 @@ from lensjax._errors import BatchError, ClusterError, PlanError
 from lensjax.plan.grammar import is_file, read
 from lensjax.plan.pins import normalize
 from lensjax.plan.plan import Plan
+from lensjax.search.compressed import check_compress
 from lensjax.search.strategies import names, strategy
 from lensjax.topology.cluster import Cluster
 
@@ -26,6 +27,7 @@ def check(options: Any) -> None:
     _check_memory(options.memory)
     normalize(options.pins)
     _check_search(options.search, options.budget)
+    check_compress(options.compress)
     _check_batch(options.batch_argnums, options.batch_axes)
     if not isinstance(options.donate, bool):
         raise PlanError(f"donate={options.donate!r}; expected True or False")

@@ -41,7 +41,9 @@ def parallelize(
     batch_argnums  positions of the batch arguments, where they cannot be found by tracing at two sizes
     batch_axes     their batch dimension: one integer, or one (or a pytree of them) for each of these arguments
     donate         give up the old state's buffers, as training loops want
-    compress       "off": gradients cross every link in their own precision
+    compress       how gradients cross the slowest tier of the batch. "off": in their own precision; a codec's name
+                   ("bf16", "int8", "int4", see `lensjax.comm`): as codes, whatever it gains; "auto": as codes where
+                   that is predicted to pay. `explain()` says what was decided and how gradients are rounded
     search         the strategy that looks for plans (`lensjax.search.strategies`); None: "milp", exact in its own model
     budget         seconds that planning may take; None: as long as the strategy needs
     cache          a folder in which plans are kept: the same step on the same cluster is not searched again
@@ -52,11 +54,10 @@ def parallelize(
     Raises PlanError, BatchError or ClusterError for an option that cannot be meant; what needs the arguments is
     checked at the first call.
     """
-    if compress != "off":
-        raise PlanError(f"compress={compress!r}: only 'off' is available", hint="gradients are reduced exactly")
     options = Options(
-        cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache, judge
-    )
+        cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache, judge,
+        compress,
+    )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Any:
         if os.environ.get("LENSJAX_OFF", "") not in ("", "0") or plan == "off":

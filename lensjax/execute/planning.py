@@ -12,6 +12,7 @@ import jax
 from lensjax import __version__, _jax
 from lensjax._errors import PlanError, UnsupportedJax
 from lensjax.cost.price import price
+from lensjax.cost.pricer import Pricer
 from lensjax.execute.options import check
 from lensjax.execute.processes import agree, described, plan_hash, shared_plan
 from lensjax.plan.grammar import is_file
@@ -21,6 +22,7 @@ from lensjax.plan.validate import validate
 from lensjax.program.program import Program
 from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
+from lensjax.search.compressed import compressed
 from lensjax.search.judged import by_judging, judged
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
@@ -43,6 +45,7 @@ class Options:
     budget: float | None = None
     cache: Any = None
     judge: bool = False
+    compress: str = "off"
 
     def __post_init__(self):
         check(self)
@@ -90,6 +93,7 @@ def agreed_plan(program: Program, options: Options, name: str) -> Choice:
             "memory limit": options.memory,
             "plan that was given": described(options.plan),
             "pins": options.pins,
+            "compress": options.compress,
             "size of the batch": program.batch.size,
             "program of the step": program.fingerprint,
         },
@@ -136,11 +140,18 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
         choice = Choice(plan, (Candidate(given, plan),), limit)
     else:
         plan = _given(program, cluster, given, pins)
-        return Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
+        choice = Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
+        return _compressed(choice, program, cluster, options)
+    choice = _compressed(choice, program, cluster, options)
     plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
     if given is None and options.cache is not None and choice.complete:
         PlanCache(pathlib.Path(options.cache).expanduser()).put(_key(program, cluster, options, pins, limit), plan)
     return dataclasses.replace(choice, plan=plan)
+
+
+def _compressed(choice: Choice, program: Program, cluster: Cluster, options: Options) -> Choice:
+    pricer = choice.pricer or Pricer(program, cluster)
+    return compressed(choice, program, cluster, options.compress, pricer, _progress(options.report))
 
 
 def _undriven() -> str:
@@ -174,7 +185,7 @@ def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: S
 
 
 def _key(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> str:
-    return key_of(program, cluster, limit, pins, options.search or "milp", __version__)
+    return key_of(program, cluster, limit, pins, f"{options.search or 'milp'} {options.compress}", __version__)
 
 
 def _replay(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> Choice | None:

@@ -15,9 +15,10 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
+from lensjax.passes.compress import describe, reducer
 from lensjax.passes.pin import pin
 from lensjax.passes.recompute import recompute
-from lensjax.passes.reduce import Reducer, exact
+from lensjax.passes.reduce import Reducer
 from lensjax.passes.regions import on_mesh
 from lensjax.passes.shardings import named, resolve
 from lensjax.passes.share_sizes import falls_back, splits
@@ -54,14 +55,16 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
     )
 
 
-def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer = exact) -> Emitted:
-    """Applies the plan's passes; `reduce`: what happens to partial gradients over the plan's slow axes. Raises
-    PlanError or BatchError where the plan does not apply."""
+def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None) -> Emitted:
+    """Applies the plan's passes; `reduce`: what happens to partial gradients over the plan's slow axes (None: what the
+    plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned = None
+    pinned, extra = None, {}
+    reduce = reduce or reducer(plan)
     if splits(plan) and not note:
-        run = shares(program, plan, mesh, shardings, reduce)
+        run, extra = shares(program, plan, mesh, shardings, reduce)
+        note = describe(plan)
     else:
         kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
         pinned = pin(kept, plan, mesh, shardings).jaxpr
@@ -79,6 +82,7 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer = exact) -> Em
         donated=donated,
         notes=(note,) if note else (),
         pinned=pinned,
+        extra=extra,
     )
 
 
@@ -94,12 +98,12 @@ def shapes(emitted: Emitted) -> list[jax.ShapeDtypeStruct]:
 def lower(emitted: Emitted, platform: str | None = None, donate: bool = True) -> jax.stages.Lowered:
     """StableHLO of the step for a platform ("cpu", "cuda", "tpu"; None: the one JAX runs on). Needs no device when the
     mesh is abstract and the platform is given."""
-    hidden = [s.sharding for s in emitted.extra.values()]
+    hidden, first = [s.sharding for s in emitted.extra.values()], len(emitted.arguments)
     jitted = jax.jit(
         emitted.run,
         in_shardings=[*emitted.arguments, *hidden],
         out_shardings=[*emitted.results, *hidden],
-        donate_argnums=emitted.donated if donate else (),
+        donate_argnums=(*emitted.donated, *range(first, first + len(hidden))) if donate else (),
         keep_unused=True,
     )
     platforms = (platform,) if platform is not None else None

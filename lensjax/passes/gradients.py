@@ -37,22 +37,25 @@ def gradient_pins(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spe
     return pins
 
 
-def gradient_inputs(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, Spec]:
-    """{argument variable: spec} of the arguments that the result variables in `starts` are made of element by element,
-    as `gradient_pins` follows them: where gradients come in from outside, in which spec they are needed."""
+def gradient_inputs(program: Program, starts: Mapping[Any, Spec]) -> dict[Any, tuple[Spec, Any]]:
+    """{argument variable: (spec, result variable)} of the arguments that the result variables in `starts` are made of
+    element by element (or reshaped): where gradients come in from outside, in which spec they are needed, and by which
+    result. Results that stand first in `starts` come first."""
     index = _Index(program.jaxpr)
     top = set(_jax.open_jaxpr(program.jaxpr).invars)
-    found: dict[Any, Spec] = {}
+    found: dict[Any, tuple[Spec, Any]] = {}
     seen: set[tuple[Any, Spec]] = set()
-    todo = [(v, s) for v, s in starts.items() if is_var(v)]
-    while todo:
-        var, spec = todo.pop()
-        if (var, spec) in seen:
-            continue
-        seen.add((var, spec))
-        if var in top and len(spec) == len(shape_of(var)):
-            found.setdefault(var, spec)
-        todo.extend((a, s) for a, s in index.back(var, spec)[1] if is_var(a))
+    for start, first in starts.items():
+        todo = [(start, first)] if is_var(start) else []
+        while todo:
+            var, spec = todo.pop()
+            if (var, spec) in seen:
+                continue
+            seen.add((var, spec))
+            if var in top and len(spec) == len(shape_of(var)):
+                found.setdefault(var, (spec, start))
+            onward = index.reshaped(var, spec) or index.back(var, spec)[1]
+            todo.extend((a, s) for a, s in onward if is_var(a))
     return found
 
 
@@ -77,6 +80,17 @@ class _Index:
                 for k, (v, a) in enumerate(zip(body.invars, operands)):
                     self.passed[v] = (a, k >= first, last <= k < first and eqn.primitive.name == "scan")
                 self._add(body)
+
+    def reshaped(self, var: Any, spec: Spec) -> list[tuple[Any, Spec]]:
+        """What `var` is a reshape of, with the same spec where only dimensions of one come or go, else whole."""
+        eqn, _ = self.made.get(var, (None, 0))
+        if eqn is None or eqn.primitive.name not in ("reshape", "squeeze"):
+            return []
+        before, after = shape_of(eqn.invars[0]), shape_of(var)
+        if [n for n in before if n != 1] != [n for n in after if n != 1]:
+            return [(eqn.invars[0], ((),) * len(before))]
+        kept = iter(s for n, s in zip(after, spec) if n != 1)
+        return [(eqn.invars[0], tuple(next(kept) if n != 1 else () for n in before))]
 
     def back(self, var: Any, spec: Spec) -> tuple[bool, list[tuple[Any, Spec]]]:
         """(whether `var` itself is to be pinned, where to go on)."""

@@ -1,14 +1,16 @@
-"""What happens at a cut: partial values of all shares in, the total out.
+"""What happens at the cuts: partial values of all shares in, totals out.
 
-    reduce(stacked, *, mesh, spec, axes, state) -> (total, state)
+    reduce(stacked, *, mesh, specs, axes, state) -> (totals, state)
 
-`stacked` is [groups, ...], split as P(axes, *spec); the total is split as P(*spec). A codec is such a function with a
-state of its own; `exact` has none and leaves the schedule to XLA, which reduces hierarchically where `spec` splits the
-value over the faster axes (reduce-scatter inside, the slow axes on shards only).
+`stacked` and `specs` are mappings by name (a gradient's is its parameter's path): arrays [groups, ...], split as
+P(axes, *spec); their totals are split as P(*spec). `exact` has no state and leaves the schedule to XLA, which reduces
+hierarchically where `spec` splits the value over the faster axes (reduce-scatter inside, the slow axes on shards only).
+`passes.compress` makes the reductions that send codes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -40,15 +42,27 @@ class Reducer(Protocol):
     """The interface of a reduction over `axes` of the mesh; see this module."""
 
     def __call__(
-        self, stacked: jax.Array, *, mesh: Any, spec: Spec, axes: tuple[str, ...], state: Any
-    ) -> tuple[jax.Array, Any]: ...
+        self,
+        stacked: Mapping[str, jax.Array],
+        *,
+        mesh: Any,
+        specs: Mapping[str, Spec],
+        axes: tuple[str, ...],
+        state: Mapping[str, jax.Array],
+    ) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]: ...
 
 
 def exact(
-    stacked: jax.Array, *, mesh: Any, spec: Spec, axes: tuple[str, ...], state: Any = None
-) -> tuple[jax.Array, Any]:
-    """The sum as it is, in the type that came in."""
-    return jax.lax.with_sharding_constraint(jnp.sum(stacked, 0), named(mesh, spec)), state
+    stacked: Mapping[str, jax.Array],
+    *,
+    mesh: Any,
+    specs: Mapping[str, Spec],
+    axes: tuple[str, ...],
+    state: Mapping[str, jax.Array],
+) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+    """The sums as they are, in the types that came in."""
+    whole = lambda name, x: jax.lax.with_sharding_constraint(jnp.sum(x, 0), named(mesh, specs[name]))
+    return {name: whole(name, x) for name, x in stacked.items()}, state
 
 
 def over(op: str, x: jax.Array, axis: int = 0) -> jax.Array:

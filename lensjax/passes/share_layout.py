@@ -9,8 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import Sizes
+from lensjax.plan.plan import Plan, Spec
 from lensjax.program.status.lattice import Status
+
+SMALL = 64 * 1024  # bytes of float32: below, cutting a value up costs more latency than it saves bytes
 
 
 def stack(x: Any, s: Status, z: Sizes) -> Any:
@@ -37,3 +41,19 @@ def join(pieces: Sequence[Any], s: Status, z: Sizes) -> Any:
         found.append(x.reshape((*x.shape[: d + 2], -1, *x.shape[d + 4 :])))
     x = found[0] if len(found) == 1 else jnp.concatenate(found, d + 2)
     return x.reshape((*x.shape[:d], math.prod(x.shape[d : d + 4]), *x.shape[d + 4 :]))
+
+
+def spread(plan: Plan, z: Sizes, shape: tuple[int, ...], spec: Spec) -> Spec:
+    """`spec` with the fast axes of the batch added that it does not name, each where the largest part is left to cut:
+    a sum over them is then scattered, and slower axes move parts."""
+    if 4 * math.prod(shape) < SMALL:
+        return spec
+    sizes, entries = plan.mesh.shape, list(spec)
+    for axis in batch_axes(plan):
+        if axis in z.slow or sizes[axis] == 1 or any(axis in axes for axes in entries):
+            continue
+        left = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(shape, entries)]
+        if fits := [d for d, n in enumerate(left) if n % sizes[axis] == 0]:
+            d = max(fits, key=lambda d: (left[d], d))
+            entries[d] = (*entries[d], axis)
+    return tuple(entries)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lensjax import _jax
 from lensjax.passes import reduce as reduction
+from lensjax.passes.compress import Compressed, hidden
 from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
@@ -29,7 +30,7 @@ from lensjax.passes.pin import Share, pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.shardings import Shardings, named, whole
-from lensjax.passes.share_layout import join, stack, take
+from lensjax.passes.share_layout import join, spread, stack, take
 from lensjax.passes.share_sizes import sizes
 from lensjax.passes.split import share, update
 from lensjax.plan.plan import Micro, Plan, Spec
@@ -40,10 +41,12 @@ from lensjax.program.status.analysis import Cut
 
 def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
-) -> Callable[..., list[Any]]:
-    """The step as a function of its flat arguments, share by share. `reduce` is what happens to partial gradients over
-    the plan's slow axes. Raises PlanError where the step does not split so."""
-    return _Shares(program, plan, mesh, shardings, reduce).run
+) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct]]:
+    """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share,
+    and that state. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
+    step does not split so."""
+    made = _Shares(program, plan, mesh, shardings, reduce)
+    return made.run, made.extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +68,11 @@ class _Shares:
         self.split, self.sizes = program.split, sizes(program, plan)
         self.count = len(program.arguments)
         self.after = update(program)
-        self.specs = self._total_specs()
+        self.specs, self.owners = self._total_specs()
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
         self.passes = self._passes()
         self.finish = self._finish()
+        self.extra = self._extra()
 
     # ---- the programs -------------------------------------------------------------------------------------------
 
@@ -114,26 +118,72 @@ class _Shares:
                 found.append(whole(len(a.shape)))
         return found
 
-    def _total_specs(self) -> dict[Any, Spec]:
-        """{cut variable: the spec in which the update needs its total}."""
+    def _total_specs(self) -> tuple[dict[Any, Spec], dict[Any, str]]:
+        """({cut variable: the spec in which the update needs its total}, {cut variable: the path of the tensor whose
+        gradient it is})."""
         p = self.after.program
-        inner, wanted = _jax.open_jaxpr(p.jaxpr), {}
-        for i, a in enumerate(p.arguments[: self.count]):
+        inner, paths = _jax.open_jaxpr(p.jaxpr), {}
+        wanted: dict[Any, Spec] = {}
+
+        def want(result: int, spec: Spec, path: str) -> None:
+            wanted[inner.outvars[result]] = spec
+            paths.setdefault(inner.outvars[result], path)
+
+        arguments = list(enumerate(p.arguments[: self.count]))
+        for i, a in arguments:
             if a.result is not None and a.role == "parameter":
-                wanted[inner.outvars[a.result]] = self.shardings.gradients[i]
-            elif a.result is not None and a.role == "optimizer":
-                wanted[inner.outvars[a.result]] = self.shardings.arguments[i]
+                want(a.result, self.shardings.gradients[i], a.path)
         for i, r in p.gradients.items():
-            wanted[inner.outvars[r]] = self.shardings.gradients[i]
+            want(r, self.shardings.gradients[i], p.arguments[i].path)
+        for i, a in arguments:
+            if a.result is not None and a.role == "optimizer":
+                want(a.result, self.shardings.arguments[i], a.path)
         found = gradient_inputs(p, wanted)
-        totals = inner.invars[self.count + 1 :]
-        return {c.var: found.get(v, whole(len(shape_of(v)))) for c, v in zip(self.after.known, totals, strict=True)}
+        specs, owners = {}, {}
+        for c, v in zip(self.after.known, inner.invars[self.count + 1 :], strict=True):
+            specs[c.var], start = found.get(v, (whole(len(shape_of(v))), None))
+            if start is not None and c.op == "sum" and jnp.issubdtype(v.aval.dtype, jnp.floating):
+                owners[c.var] = paths[start]
+        return specs, owners
 
     def _partial_spec(self, cut: Cut) -> Spec:
         return tuple(tuple(a for a in axes if a not in self.sizes.axes) for axes in self._total_spec(cut))
 
     def _total_spec(self, cut: Cut) -> Spec:
-        return self.specs.get(cut.var, whole(len(shape_of(cut.var))))
+        """How a total leaves its reduction. A gradient that slow axes reduce is cut up over the fast ones first, also
+        where the update needs it whole: parts cross, and are gathered inside."""
+        spec = self.specs.get(cut.var, whole(len(shape_of(cut.var))))
+        return spread(self.plan, self.sizes, shape_of(cut.var), spec) if self._apart(cut) else spec
+
+    def _apart(self, cut: Cut) -> bool:
+        """Whether this total is a gradient that the plan reduces over its slow axes by itself."""
+        return bool(self.sizes.slow) and cut.var in self.owners
+
+    def _slow_spec(self, cut: Cut) -> Spec:
+        return tuple(tuple(a for a in axes if a not in self.sizes.slow) for axes in self._total_spec(cut))
+
+    def _names(self, cuts: Sequence[Cut]) -> dict[str, Cut]:
+        """The gradients among the cuts by name, the first layers' first. A tensor that is used in several places may
+        have several."""
+        found: dict[str, Cut] = {}
+        for c in reversed([c for c in cuts if self._apart(c)]):
+            path, n = self.owners[c.var], 1
+            while path in found:
+                n += 1
+                path = f"{self.owners[c.var]}#{n}"
+            found[path] = c
+        return found
+
+    def _extra(self) -> dict[str, jax.ShapeDtypeStruct]:
+        if not isinstance(self.reduce, Compressed):
+            return {}
+        last = self._names(self.passes[-1].wanted)
+        totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
+        specs = {n: self._slow_spec(c) for n, c in last.items()}
+        return hidden(self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow))
+
+    def _reduced_type(self, cut: Cut) -> Any:
+        return jax.eval_shape(lambda: wide(cut.op, jnp.zeros((), cut.var.aval.dtype))).dtype
 
     def _finish(self) -> Callable[..., list[Any]]:
         arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
@@ -144,7 +194,8 @@ class _Shares:
 
     # ---- running ------------------------------------------------------------------------------------------------
 
-    def run(self, *leaves: Any) -> list[Any]:
+    def run(self, *values: Any) -> list[Any]:
+        leaves, state = values[: self.count], dict(zip(self.extra, values[self.count :], strict=True))
         inputs = []
         for x, s in zip(leaves, self.split.inputs, strict=True):
             if s.kind == "B":
@@ -154,12 +205,13 @@ class _Shares:
         batch: list[Any] = []
         for one in self.passes:
             sums, batch = self.through(one, inputs, [totals[c.var] for c in one.known])
-            totals |= {c.var: self.total(c, x) for c, x in zip(one.wanted, sums, strict=True)}
+            found, state = self.reduced(one.wanted, sums, state)
+            totals |= found
         rest = self.finish(*leaves, jnp.int32(0), *(totals[c.var] for c in self.after.known))
         out: list[Any] = [None] * len(self.split.results)
         for r, x in zip((*self.results, *self.after.results), (*batch, *rest), strict=True):
             out[r] = x
-        return out
+        return [*out, *(state[name] for name in self.extra)]
 
     def constrain(self, x: Any, d: int, spec: Spec | None = None, inner: int | None = None) -> Any:
         """`x` split along dimension d over the shares' axes, along `inner` over the axes that split a share's batch;
@@ -229,29 +281,44 @@ class _Shares:
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
-    def total(self, cut: Cut, x: Any) -> Any:
+    def reduced(
+        self, cuts: Sequence[Cut], sums: Sequence[Any], state: dict[str, Any]
+    ) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
+        gradients over the plan's slow axes, together."""
+        totals = {c.var: self.inside(c, x) for c, x in zip(cuts, sums, strict=True)}
+        named_cuts = self._names(cuts) if self.plan.mesh.size > 1 else {}
+        if named_cuts:
+            stacked = {n: totals[c.var] for n, c in named_cuts.items()}
+            specs = {n: self._slow_spec(c) for n, c in named_cuts.items()}
+            made, new = self.reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
+            state = dict(new)
+            totals |= {c.var: made[n] for n, c in named_cuts.items()}
+        return {c.var: self.settled(c, totals[c.var]) for c in cuts}, state
+
+    def settled(self, cut: Cut, x: Any) -> Any:
+        x = x.astype(cut.var.aval.dtype)
+        if self.plan.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, named(self.mesh, self._total_spec(cut)))
+
+    def inside(self, cut: Cut, x: Any) -> Any:
         """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
-        ones reduce parts only; then over the rest at once. The plan's slow axes go through its own reduction."""
+        ones reduce parts only; then over the rest at once. A gradient is left stacked along the plan's slow axes."""
         z, spec, shape = self.sizes, self._total_spec(cut), self.plan.mesh.shape
         if self.plan.mesh.size == 1:
-            return over(cut.op, x).astype(cut.var.aval.dtype)
+            return over(cut.op, x)
         x = self.constrain(x, 0, spec=self._partial_spec(cut))
-        gradient = cut.op == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
-        left, scattered = z.axes, {a for axes in spec for a in axes}
+        left, scattered, apart = z.axes, {a for axes in spec for a in axes}, self._apart(cut)
         while left:
-            if gradient and z.slow == left:
-                outside = tuple(tuple(a for a in axes if a not in left) for axes in spec)
-                x, _ = self.reduce(x, mesh=self.mesh, spec=outside, axes=left, state=None)
-                break
+            if apart and z.slow == left:
+                return x
             *rest, fast = left
-            if fast not in scattered and not (gradient and z.slow):
-                x = over(cut.op, x)
-                break
+            if fast not in scattered and not apart:
+                return over(cut.op, x)
             left = tuple(rest)
             x = over(cut.op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
             entries = [tuple(a for a in axes if a not in left) or None for axes in spec]
             where = NamedSharding(self.mesh, PartitionSpec(left or None, *entries))
             x = jax.lax.with_sharding_constraint(x, where)
-        else:
-            x = x[0]
-        return jax.lax.with_sharding_constraint(x, named(self.mesh, spec)).astype(cut.var.aval.dtype)
+        return x[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from lensjax._errors import PlanError
 from lensjax.plan.levels import parse
-from lensjax.plan.plan import MeshPlan, Plan, Reduce, Rules
+from lensjax.plan.plan import MeshPlan, Plan, Rules
 
 GATHER = ("once", "again")
 
@@ -69,13 +69,19 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
     for tier, reduce in plan.reduce.items():
         if tiers is not None and tier not in tiers:
             raise PlanError(f"field 'reduce.{tier}' names no tier of the cluster", hint=f"tiers: {', '.join(tiers)}")
-        for name in ("codec", "bucket"):
-            if getattr(reduce, name) != getattr(Reduce(), name):
-                raise _not_yet(f"reduce.{tier}.{name}", getattr(reduce, name), "gradients are reduced exactly")
-        batch = plan.rules.activations.get("batch", ())
-        if reduce.split and not any(a.tier == tier and a.name in batch for a in plan.mesh.axes):
+        if reduce.bucket is not None and reduce.bucket < 1:
+            raise PlanError(f"field 'reduce.{tier}.bucket' is {reduce.bucket}; expected bytes, at least 1")
+        if reduce.bucket is not None and reduce.codec == "exact":
             raise PlanError(
-                f"field 'reduce.{tier}.split' does nothing: no mesh axis of that tier splits the batch",
+                f"field 'reduce.{tier}.bucket' does nothing: an exact reduction is the compiler's own",
+                hint="name a codec in 'reduce.*.codec', or leave it out",
+            )
+        batch = plan.rules.activations.get("batch", ())
+        if (reduce.split or reduce.codec != "exact") and not any(
+            a.tier == tier and a.name in batch for a in plan.mesh.axes
+        ):
+            raise PlanError(
+                f"field 'reduce.{tier}' does nothing: no mesh axis of that tier splits the batch",
                 hint="the tier of an axis stands in 'mesh.axes'",
             )
     if plan.pipeline is not None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lensjax._errors import PlanError
 from lensjax.search.inner import EXPOSED, Case
 
 # Solutions that differ by less than this part of their seconds are as good as each other: the simpler is kept.
@@ -66,7 +67,8 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
     regions, n = len(case.kernels), len(flat)
     net = np.array([o.net for o in flat]).reshape(n, regions)
     work = np.array([o.work for o in flat]).reshape(n, regions)
-    scale = max(case.bound, 1e-12)  # seconds and bytes near one: the solver's tolerances are absolute
+    # Seconds and bytes near one: the solver's tolerances are absolute, and it fails on coefficients of a huge range.
+    scale = max(case.bound, 1e-3 * float(max(net.max(initial=0), work.max(initial=0)))) or 1.0
     objective = np.concatenate([EXPOSED * net.sum(1) / scale, np.ones(regions)])
     rows, low, high = [], [], []
     start = 0
@@ -98,6 +100,8 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
         options={"mip_rel_gap": 1e-6},
     )
     if found.x is None:
+        if found.status != 2:  # no answer is not the answer that nothing fits
+            raise PlanError(f"the solver gave no answer: {found.message}", hint="presets are compared all the same")
         return None
     out, start = [], 0
     for count in counts:

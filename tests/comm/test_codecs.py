@@ -14,6 +14,7 @@ from lensjax.comm.scales import bf16_bits, from_bf16_bits
 from tests.comm.arrays import SIZE, VECTORS, finite, round_trip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", VECTORS)
 @settings(max_examples=40, deadline=None)
 @given(x=finite)

@@ -67,6 +67,7 @@ def replicas_equal(total):
     assert not any(comm.differing(a) for a in jax.tree.leaves(total))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("codec, inner", [("int8", ()), ("exact", ()), *((c, "gpu") for c in CODECS)])
 def test_totals_are_within_the_codec_s_bound_on_every_replica(codec, inner):
     x = values(2)
@@ -105,6 +106,7 @@ def test_the_bound_holds_for_sums_of_any_vectors(codec, rows):
     assert (np.abs(np.asarray(total, np.float64) - exact) <= bound)[fits].all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "int4:hadamard", "fp8", "powersgd:2"])
 def test_a_bad_number_in_one_replica_reaches_all_and_leaves_the_state_alone(codec):
     x = {name: values(2)[name] for name in ("w", "norm", "odd")}
@@ -223,6 +225,7 @@ def test_two_slow_tiers_as_one_group(codec, inner):
     assert within_bound(codec, total, x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec, check_vma", [("exact", True), ("int8", True), ("int4", False), ("powersgd:2", True)])
 def test_by_hand_in_three_tiers(codec, check_vma):
     """A user's own shard_map: partial sums on every device, two fast tiers summed exactly, codes between racks."""

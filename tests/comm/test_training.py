@@ -29,6 +29,7 @@ def two_hops(codec, x):
     return np.asarray(total, np.float64), x.astype(np.float64).sum(0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "codec, gaussian, heavy",
     [("bf16", 0.003, 0.003), ("int8", 0.010, 0.022), ("int4", 0.175, 0.4), ("fp8", 0.04, 0.04)],

@@ -20,6 +20,7 @@ def mapped(fn, in_specs, out_specs):
     return jax.jit(jax.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dimension", [0, 1])
 @pytest.mark.parametrize("codec", ["exact", "bf16", "int8", "int4", "fp8"])
 def test_a_gathered_weight_is_within_the_bound_and_the_same_everywhere(codec, dimension):
@@ -40,6 +41,7 @@ def test_a_gathered_weight_is_within_the_bound_and_the_same_everywhere(codec, di
         assert (error <= bound).all() and error.max() > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", ["exact", "bf16", "int8", "int4", "fp8"])
 def test_a_reduce_scatter_is_one_hop_of_the_reduction(codec):
     x = np.random.default_rng(0).normal(size=(2, 6, 256)).astype("f")

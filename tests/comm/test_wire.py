@@ -36,6 +36,7 @@ def traced(mesh, **how):
     return step.trace(x, state)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", list(NARROW))
 def test_the_closed_form_is_what_the_compiler_made(codec):
     how = dict(axes="node", inner="gpu", codec=codec)

@@ -46,6 +46,7 @@ def run(tmp_path, *arguments, **environment):
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_a_measurement_and_its_resumption(tmp_path):
     keep, png, table = tmp_path / "journal", tmp_path / "bench.png", tmp_path / "rows.csv"
     more = ("--steps", "4", "--resume", str(keep))

@@ -62,6 +62,7 @@ def test_every_line_is_labelled_and_the_processes_have_their_devices(start):
     assert sorted(err.splitlines()) == [f"[{r}] to stderr" for r in range(3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how, status", [("die", 7), ("signal", 137)])
 def test_one_that_dies_ends_all_with_its_status(start, how, status):
     worker = start(how)

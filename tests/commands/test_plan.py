@@ -30,6 +30,7 @@ def test_json_has_the_stable_keys(capsys, tmp_path):
     assert Plan.load(out) == Plan.from_dict(data["plan"])
 
 
+@pytest.mark.slow
 def test_the_choice_is_never_worse_than_a_preset_that_fits(capsys):
     _, io = run(capsys, *TINY, "--json")
     data = json.loads(io.out)
@@ -39,7 +40,7 @@ def test_the_choice_is_never_worse_than_a_preset_that_fits(capsys):
 
 
 def test_people_get_the_table(capsys):
-    status, io = run(capsys, *TINY)
+    status, io = run(capsys, *TINY, "--search", "presets-only")
     assert status == 0
     words = " ".join(io.out.split())
     for word in ("exposed", "chosen over", "largest tensors", "seconds: trace", "fsdp:again"):
@@ -66,6 +67,7 @@ def test_a_file_of_ones_own(capsys, tmp_path):
     assert status == 2 and "has no 'none'" in io.err and "small, step, wrong" in io.err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "argv, code, message",
     [

@@ -24,6 +24,7 @@ def operations(lowered):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "dlrm"])
 @pytest.mark.parametrize("text", ["dp", "fsdp:once"])
 def test_operations_are_the_hand_written_ones_plus_constraints(family, text):

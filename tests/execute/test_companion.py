@@ -43,6 +43,7 @@ def trained(plan):
     return step, state
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["dp=2,fsdp=4", "dp=2,tp=4"])
 def test_evaluation_on_batches_of_any_size(plan):
     step, state = trained(plan)
@@ -67,6 +68,7 @@ def test_a_companion_of_a_part_of_the_state_under_its_own_names():
     assert "all-gather" in logits.compiled.as_text()  # the weights were split and stay so
 
 
+@pytest.mark.slow
 def test_generation_with_a_key_and_without_a_batch():
     step, state = trained("fsdp")
 
@@ -88,6 +90,7 @@ def test_generation_with_a_key_and_without_a_batch():
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["fsdp", "dp=2,zero1=4"])
 def test_two_players_on_one_state(plan):
     def fake(nets, z):
@@ -116,6 +119,7 @@ def test_two_players_on_one_state(plan):
     assert len(first._ready) == len(second._ready) == 1  # neither moved the state
 
 
+@pytest.mark.slow
 def test_modules():
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -20,6 +20,7 @@ PLANS = ["dp", "fsdp", "dp=2,zero1=4", "zero1=2,fsdp:once=4", "dp=2,fsdp=4", "fs
 FAST = ("nnx_mlp_split", "nnx_two_tower", "nnx_lora", "nnx_cnn_batchnorm")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in NNX])
 def test_each_family_with_one_preset(name):
     compare(name, PLANS[NNX.index(name) % len(PLANS)])
@@ -147,6 +148,7 @@ def test_shapes_of_modules_are_enough_to_plan_and_come_back_as_modules():
     assert kernel.shape == (16, 64) and kernel.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp")
 
 
+@pytest.mark.slow
 def test_under_nnx_jit_with_static_and_donated_arguments():
     def powered(model, optimizer, x, power, mode="mean"):
         reduce = jnp.mean if mode == "mean" else jnp.sum
@@ -311,6 +313,7 @@ def test_a_changed_structure_is_named_and_nothing_is_touched(change, message):
     assert model.hidden is hidden and not hasattr(model, "more")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, jax.errors.JaxRuntimeError])
 def test_a_failed_compile_leaves_the_modules(monkeypatch, error):
     train = lensjax.parallelize(step, plan="fsdp")

@@ -45,6 +45,7 @@ def test_ordered_effects_are_refused_by_their_line(effect):
 # ---- precision and averages ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["fsdp", "dp=2,zero1=4"])
 def test_float16_with_dynamic_scale(plan):
     """The scale halves on the overflow, the step is skipped, and it goes on: as on one device."""

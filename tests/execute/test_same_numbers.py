@@ -22,11 +22,13 @@ PRESETS = [p for plans in MESHES.values() for p in plans]
 FIRST_SIX = ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("index", range(len(FIRST_SIX)))
 def test_each_family_with_one_preset(index):
     compare(FIRST_SIX[index], PRESETS[(5 * index + 3) % len(PRESETS)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PRESETS)
 def test_a_small_model_under_every_preset(plan):
     compare("mlp", plan)
@@ -39,6 +41,7 @@ def test_every_family_under_every_preset(family, plan):
     compare(family, plan, steps=1)
 
 
+@pytest.mark.slow
 def test_one_device():
     code = (
         "import jax; from tests.same_numbers import compare; assert len(jax.devices()) == 1; "
@@ -47,6 +50,7 @@ def test_one_device():
     _run(code, XLA_FLAGS="--xla_force_host_platform_device_count=1")
 
 
+@pytest.mark.slow
 def test_double_precision():
     code = (
         "import jax, jax.numpy as jnp, lensjax; from tests.zoo import FAMILIES, widen; "

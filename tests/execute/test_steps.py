@@ -16,6 +16,7 @@ from tests.execute.edges import close, data, same, sgd, weight
 from tests.zoo import FAMILIES
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["fsdp", "dp=2,zero1=4"])
 def test_two_networks_against_each_other_with_vjp_by_hand(plan):
     def step(nets, x):
@@ -104,6 +105,7 @@ def test_a_told_batch_that_fits_one_size_only_is_followed_by_the_partitioners_ru
     assert "all-gather" in train.compiled.as_text()  # weights are gathered, so the batch stays split
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["mlp", "cnn_batchnorm", "gpt_scan_remat_dropout", "lstm_scan", "control_flow"])
 def test_rules_and_two_traces_agree_on_the_batch(family):
     made = FAMILIES[family].make()

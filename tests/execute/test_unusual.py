@@ -39,6 +39,7 @@ def noisy(w, keys):
     return update(w, x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 def test_a_batch_of_one_key_for_each_example(make):
     keys = jax.random.split(make(0), 16)
@@ -148,6 +149,7 @@ def with_everything(state, batch):
     return {"loss": loss, "empty": ()}, State(w, state.count + 1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "step, args",
     [

@@ -94,6 +94,7 @@ def test_keywords_static_leaves_and_python_scalars():
         train(p, {"x": x, "y": y}, lr=0.25, kind={"name": "adam"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "raw"])
 def test_keys_in_the_state_and_in_the_arguments(key):
     def step(state, x, key):

@@ -28,6 +28,7 @@ def shape_of(name):
     return target(name, 8, 16 if more.NAMES[name].sequence else None)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_many_as_published(name):
     state = shape_of(name).state

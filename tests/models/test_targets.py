@@ -38,6 +38,7 @@ def test_parameter_count_is_the_published_one(name, billions):
     assert metrics["loss"].shape == ()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "tiny" in n])
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_tiny_target_learns_a_constant_batch(name, scan):
@@ -56,6 +57,7 @@ def test_a_tiny_target_learns_a_constant_batch(name, scan):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_layers_compute_the_same():
     scanned = dataclasses.replace(CONFIGS["llama3-tiny"], dtype=jnp.float32)
     unrolled = dataclasses.replace(scanned, scan=False, remat="none")
@@ -90,6 +92,7 @@ def test_rope_depends_on_distance_only():
         np.testing.assert_allclose(along, jnp.full_like(along, along[0]), atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seq", [8, 12, 16, 13])
 def test_blockwise_attention_computes_the_same(seq):
     """Forward and gradient, with grouped queries; 13 does not divide into blocks of 4."""

@@ -42,6 +42,7 @@ def compiled_traffic(plan, program, platform):
 needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=f"no GPU compiler: {missing('cuda')}")
 
 
+@pytest.mark.few(1)
 @needs_gpu_compiler
 @pytest.mark.parametrize("gather", ["once", "again"])
 def test_fsdp_compiled_for_h100_sends_the_closed_form(gather):
@@ -54,6 +55,7 @@ def test_fsdp_compiled_for_h100_sends_the_closed_form(gather):
     assert found["reduce-scatter"] == pytest.approx(7 / 8 * split, rel=0.02)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gather", ["once", "again"])
 def test_fsdp_compiled_for_cpu_gathers_and_reduces_the_same(gather):
     """XLA:CPU never makes a reduce-scatter: gradients are all-reduced (twice the bytes) and sliced."""
@@ -67,6 +69,7 @@ def test_fsdp_compiled_for_cpu_gathers_and_reduces_the_same(gather):
     assert found["all-reduce"] == pytest.approx(2 * 7 / 8 * (split + whole), rel=0.02)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", ["dp", "zero1", "fsdp:once", "fsdp:again", "dp=2,fsdp=4"])
 def test_the_partitioner_expects_the_closed_form(text):
     p = program()
@@ -110,6 +113,7 @@ def test_tensor_parallelism_compiled_for_h100_sends_the_closed_form():
     assert sum(found.values()) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.few(1)
 @needs_gpu_compiler
 @pytest.mark.parametrize("gather", ["once", "again"])
 def test_weights_travel_in_the_type_they_are_computed_in(gather):

@@ -25,6 +25,7 @@ def family(name, grads=False):
     return made.step, made.init(jax.random.key(0)), made.batch(jax.random.key(1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt_scan_remat_dropout", "dlrm"])
 def test_the_inlined_program_computes_the_step(name):
     step, state, batch = family(name)
@@ -37,6 +38,7 @@ def test_the_inlined_program_computes_the_step(name):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"]
 )
@@ -50,6 +52,7 @@ def test_no_call_is_left_and_variables_are_unique(name):
             seen.add(v)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn_batchnorm", "gpt_unrolled", "gpt_scan_remat_dropout", "gpt_tied_dropout", "dlrm"]
 )

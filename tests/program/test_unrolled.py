@@ -117,6 +117,7 @@ def repeats_replayed(program, stack, values):
     return [read(a) for a in body.outvars]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_equal_blocks_are_layers_forward_and_backward(count):
     program = linen(Model((2,) * count))
@@ -128,6 +129,7 @@ def test_equal_blocks_are_layers_forward_and_backward(count):
         assert {program.arguments[i].path.split("/")[1] for i in r.parameters} == {r.name.rpartition("/")[2]}
 
 
+@pytest.mark.slow
 def test_every_second_block_differs():
     program = linen(Model((2, 3) * 4))
     (stack,) = program.unrolled
@@ -140,6 +142,7 @@ def test_every_second_block_differs():
     assert all(k == kernels[0] and len(k) == 4 for k in kernels)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wides, equal", [((3, 2, 2, 2), [1, 2, 3]), ((2, 2, 2, 3), [0, 1, 2]), ((4, 2, 2, 3), [1, 2])])
 def test_a_first_or_last_block_that_differs_stands_outside(wides, equal):
     program = linen(Model(wides))
@@ -148,6 +151,7 @@ def test_a_first_or_last_block_that_differs_stands_outside(wides, equal):
     assert names(stack) == [f"block_{i}" for i in equal] and all(r.backward for r in stack.repeats)
 
 
+@pytest.mark.slow
 def test_two_kinds_of_blocks_in_a_row_are_two_stacks():
     program = linen(Model((2, 2, 2, 3, 3, 3)))
     assert [names(s) for s in program.unrolled] == [[f"block_{i}" for i in k] for k in ((0, 1, 2), (3, 4, 5))]
@@ -167,6 +171,7 @@ def test_blocks_with_dropout_differ_in_their_seeds_only():
     assert stack.count == 3 and all(r.backward for r in stack.repeats)
 
 
+@pytest.mark.slow
 def test_blocks_under_remat():
     program = linen(Model((2,) * 4, remat=True))
     (stack,) = program.unrolled
@@ -174,6 +179,7 @@ def test_blocks_under_remat():
     assert names(stack) == [f"block_{i}" for i in range(4)] and all(r.backward for r in stack.repeats)
 
 
+@pytest.mark.slow
 def test_one_block_applied_several_times():
     program = linen(Model((2,) * 4, shared=True))
     (stack,) = program.unrolled
@@ -244,6 +250,7 @@ def plain(depth, accumulate=0):
     return step, init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
+@pytest.mark.slow
 def test_plain_jax_and_the_repeats_really_compute_alike():
     step, params, x = plain(5)
     program = analyze(step, (params, x))

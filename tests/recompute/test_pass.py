@@ -58,12 +58,14 @@ def assert_same(name, jaxpr):
         assert np.abs(mine - theirs).max() <= 1e-5 * scale, p.result_paths[i]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", STEPS)
 def test_recomputed_layers_give_the_same_gradients(name):
     made = under(name, "recompute")
     assert_same(name, made.jaxpr)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["unrolled", "scanned", "random"])
 def test_every_level_gives_the_same_gradients(name, level):
@@ -186,6 +188,7 @@ def test_offloaded_inputs_are_put_on_the_host_and_fetched_behind_a_barrier():
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset_name", ["fsdp:again", "fsdp:once"])
 @pytest.mark.parametrize("name", ["unrolled", "scanned"])
 def test_recompute_on_a_decorated_step_with_split_weights(name, preset_name):

@@ -43,6 +43,7 @@ def test_a_step_that_recomputes_itself_leaves_nothing_to_choose():
     assert levels(p, plan, CLUSTER, memory=1.0) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_a_plan_that_does_not_fit_gets_levels_under_which_it_does(name):
     p, plan = program(name)

@@ -37,6 +37,7 @@ def never_worse(name, machine):
     return choice
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, machine", FAST)
 def test_never_worse_than_the_best_preset(name, machine):
     choice = never_worse(name, machine)
@@ -49,6 +50,7 @@ def test_never_worse_than_the_best_preset_anywhere(k, name):
     never_worse(name, MACHINES[k % len(MACHINES)])
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer():
     first, second = (choose(family("mlp"), Cluster.parse("dgx-h100:1")) for _ in range(2))
     assert first.plan == second.plan
@@ -136,6 +138,7 @@ def test_an_unknown_strategy_lists_those_there_are():
     assert "milp" in e.value.hint and "presets-only" in e.value.hint
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["greedy", "exhaustive", "presets-only"])
 def test_every_strategy_gives_a_plan(name):
     choice = choose(family("mlp"), Cluster.parse("cpu:4"), search=name)

@@ -24,6 +24,7 @@ def family(name):
     return analyze(made.step, (state, batch))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_decoder_is_split_as_megatron_splits_it(scan):
     """Heads, hidden and vocabulary; never the residual stream, the head's inner dimension or the layer index."""

@@ -204,6 +204,7 @@ def check_against_brute_force(seeds, sizes):
     assert worst <= 1.05, f"{worst} over {total} fabrics"
 
 
+@pytest.mark.slow
 def test_placement_is_as_good_as_brute_force_on_small_fabrics():
     check_against_brute_force(range(1000, 1150), [4, 5, 6])
 

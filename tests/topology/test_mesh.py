@@ -165,6 +165,7 @@ def test_renaming_devices_changes_the_ids_of_a_placement_not_its_cost(case):
     assert placement(turned, axes, traffic).seconds == pytest.approx(placement(cluster, axes, traffic).seconds)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("cluster", "sizes"),
     [

@@ -91,6 +91,7 @@ def test_plots_show_every_tier(tmp_path):
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_cluster_that_can_be_used(tmp_path):
     """In a process of its own: it makes its devices itself."""
     command = [sys.executable, "-m", "lensjax.cli", "probe", "--emulate", "4", "--largest", "64KiB", "--budget", "0.1"]

@@ -47,6 +47,7 @@ def test_a_cpu_compile_says_what_it_does_not_prove():
     assert parse_hlo(made.hlo).aliases == {0: 0}
 
 
+@pytest.mark.slow
 def test_the_second_time_comes_from_the_cache_and_a_change_does_not():
     cluster = Cluster.parse("cpu:8")
     step = traced()  # its source lines, those of the callers included, are part of the program
@@ -113,6 +114,7 @@ def test_a_gpu_compile_names_its_buffers_and_hides_nothing():
     assert names == {"w", "x"}
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_quick_machine_code_leaves_the_program_alone():
     """The flags that save time in a compile for devices that are not here change no buffer and no collective."""

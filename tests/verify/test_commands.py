@@ -91,6 +91,7 @@ def test_lint_of_a_step_that_fails_names_its_line(file, capsys):
     assert f"mine.py:{line}" in data["error"]["hint"]
 
 
+@pytest.mark.slow
 def test_lint_prints_tables_for_people(file, capsys):
     file.write_text(STEP)
     status = main(["lint", f"{file}:main", "--backend", "cpu", "--trace", str(file.parent / "t.json")])
@@ -112,6 +113,7 @@ def test_verify_a_preset_on_the_cpu_compiler(file, capsys):
     assert "data:image/png;base64," in text and "Planned against compiled" in text
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_verify_a_preset_on_the_gpu_compiler(file, capsys):
     """What was planned is what was compiled: no finding, and bytes on the wire within two percent."""

@@ -39,6 +39,7 @@ def test_a_step_proves_its_plan_on_the_cpu_compiler():
     assert "peak memory" in str(proof) and "planned" in str(proof)
 
 
+@pytest.mark.few(1)
 @needs_gpu_compiler
 @pytest.mark.parametrize("plan", ["dp", "fsdp", "dp=2,fsdp=4"])
 def test_what_is_planned_is_what_is_compiled(plan):
@@ -50,6 +51,7 @@ def test_what_is_planned_is_what_is_compiled(plan):
     assert sum(c for _, c in sent) == pytest.approx(sum(p for p, _ in sent), rel=0.02)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_the_compiled_step_is_not_the_plan():
     """A plan whose figures are wrong is contradicted: traffic and memory beyond it are findings."""

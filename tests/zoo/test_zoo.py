@@ -20,6 +20,7 @@ def _shapes(tree):
     return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", _named(FAMILIES))
 def test_family_trains(name):
     family = FAMILIES[name]

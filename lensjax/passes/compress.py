@@ -1,0 +1,110 @@
+"""How a plan's `reduce` field is carried out: which function reduces gradients over the slow axes, and what it keeps.
+
+A codec's memory (residuals, low-rank factors) is a part of the plan's hidden state: arrays [devices, n], a row each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from lensjax import comm
+from lensjax._errors import CodecError, PlanError
+from lensjax.passes.reduce import Reducer, exact
+from lensjax.passes.shardings import partition_spec
+from lensjax.passes.share_sizes import slow_axes
+from lensjax.plan.plan import Plan, Reduce, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """A reduction that sends codes over the slow axes. `inner`: the fast axes, innermost first: a gradient that is the
+    same on all their members is cut up between them before, and gathered after, in full precision."""
+
+    policy: comm.Policy
+    bucket: int
+    inner: tuple[str, ...]
+
+    def __call__(
+        self,
+        stacked: Mapping[str, jax.Array],
+        *,
+        mesh: Any,
+        specs: Mapping[str, Spec],
+        axes: tuple[str, ...],
+        state: Mapping[str, jax.Array],
+    ) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+        tree = collections.OrderedDict(stacked)
+        spec, rows = self._specs(tree, specs), None
+        if state:
+            totals = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in tree.items()}
+            made = self.state(totals, mesh=mesh, specs=specs, axes=axes)
+            rows = tuple({key: state[_name(i, key)] for key in row} for i, row in enumerate(made))
+        total, rows = comm.reduce_stacked(
+            tree, mesh=mesh, spec=spec, axes=axes, codec=self.policy, inner=self.inner, state=rows, bucket=self.bucket
+        )
+        return total, hidden(rows) if rows is not None else state
+
+    def state(
+        self, totals: Mapping[str, jax.ShapeDtypeStruct], *, mesh: Any, specs: Mapping[str, Spec], axes: tuple[str, ...]
+    ) -> tuple[Mapping[str, jax.ShapeDtypeStruct], ...]:
+        """What is kept between calls, a mapping for each bucket."""
+        tree = collections.OrderedDict(totals)
+        return comm.state_shapes(
+            tree, mesh=mesh, spec=self._specs(tree, specs), axes=axes, codec=self.policy, inner=self.inner,
+            bucket=self.bucket,
+        )  # fmt: skip
+
+    def _specs(self, tree: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        return collections.OrderedDict((n, partition_spec(specs[n])) for n in tree)
+
+
+def hidden(rows: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
+    """A reduction's state by the names that it has in `step.extra`."""
+    return {_name(i, key): x for i, row in enumerate(rows) for key, x in row.items()}
+
+
+def _name(bucket: int, key: str) -> str:
+    return f"reduce/{bucket}/{key}"
+
+
+def reducer(plan: Plan) -> Reducer:
+    """The reduction that the plan names for its slow axes. Raises PlanError for a codec that does not exist, or several
+    for what is one exchange."""
+    slow = slow_axes(plan)
+    tiers = dict.fromkeys(a.tier for a in plan.mesh.axes if a.name in slow)
+    how = {tier: plan.reduce[tier] for tier in tiers}
+    kinds = {(r.codec, r.bucket) for r in how.values()}
+    if len(kinds) > 1:
+        codecs = ", ".join(r.codec for r in how.values())
+        raise PlanError(
+            f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
+            f"{', '.join(slow)} are reduced in one exchange",
+            hint="give these tiers the same codec and bucket, or leave the faster one out: it is then exact",
+        )
+    chosen = next(iter(how.values()), Reduce())
+    if chosen.codec == "exact":
+        return exact
+    tier = next(iter(how))
+    try:
+        policy = comm.Policy(chosen.codec)
+    except CodecError as e:
+        raise PlanError(f"field 'reduce.{tier}.codec' of the plan is {chosen.codec!r}: {e.message}", hint=e.hint) from e
+    fast = tuple(a.name for a in reversed(plan.mesh.axes) if a.name not in slow and a.size > 1)
+    return Compressed(policy, chosen.bucket or comm.layout.BUCKET, fast)
+
+
+def describe(plan: Plan) -> str:
+    """How gradients are rounded under a plan with a codec; empty under any other."""
+    found = next(((tier, r) for tier, r in plan.reduce.items() if r.codec != "exact"), None)
+    if found is None:
+        return ""
+    tier, codec = found[0], comm.parse_codec(found[1].codec)
+    return (
+        f"gradients cross {tier!r} as {codec} (small leaves, norms, biases and routers as bf16): rounded twice, each "
+        f"time by {codec.precision}"
+    )
