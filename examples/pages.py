@@ -23,14 +23,16 @@ GALLERY = ("moe", "lora", "dlrm", "unet", "keras_step", "two_processes")
 
 def run(*command: str, **environment: str) -> str:
     """What a command prints, errors included; ends the program when it fails."""
-    env = {**os.environ, "COLUMNS": "110", "PYTHONPATH": str(ROOT), "TERM": "dumb", **environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "COLUMNS": "110", "PYTHONPATH": path, "TERM": "dumb", **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
     # A busy machine makes XLA remark on its own slowness, in lines that begin so.
     noise = ("E0", "E1", "***", "[Compiling module")
     lines = [x.rstrip() for x in (done.stdout + done.stderr).splitlines() if not x.startswith(noise)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    return re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}/", "")  # no place of this machine
 
 
 def difference() -> list[str]:
@@ -65,8 +67,9 @@ def gallery() -> str:
         title = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert title is not None
         if name == "two_processes":
-            shown = "lensjax launch --processes 2 --devices 4 examples/gallery/two_processes.py"
-            text = run(sys.executable, "-m", "lensjax.cli", *shown.split()[1:])
+            shown = "lensjax launch --processes 2 --devices 4 examples/gallery/two_processes.py --folder run"
+            with tempfile.TemporaryDirectory() as folder:
+                text = run(sys.executable, "-m", "lensjax.cli", *shown.split()[1:-1], folder)
         else:
             shown = f"python examples/gallery/{name}.py"
             text = run(sys.executable, str(path))

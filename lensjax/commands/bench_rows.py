@@ -74,22 +74,24 @@ def table(found: Sequence[dict[str, Any]], cluster: str) -> Any:
     from lensjax._units import duration, size
 
     tiers = list(dict.fromkeys(t for r in found for t in (r["tiers"] or {})))
-    names = ("plan", "measured", "quartiles", "predicted", "compile", "peak", "planned\npeak")
+    names = ("plan", "measured", "predicted", "compile", "peak", "planned\npeak")
     out = Table(
-        *names, *[f"sent on\n{t}" for t in tiers], box=None, pad_edge=False, title=cluster, title_justify="left"
-    )
-    out.columns[0].overflow = "fold"
+        *names, *[f"sent on\n{t}" for t in tiers], box=None, pad_edge=False, padding=(0, 1, 0, 0),
+        title=cluster, title_justify="left",
+    )  # fmt: skip
+    # In 80 columns a long name takes several lines; it never gives way to the numbers.
+    out.columns[0].overflow, out.columns[0].min_width = "fold", min(9, max((len(r["plan"]) for r in found), default=0))
     for column in out.columns[1:]:
         column.justify, column.no_wrap = "right", True
     say = lambda f, x: f(x) if x is not None else "-"
     for r in sorted(found, key=lambda r: (r["measured_s"] is None, r["measured_s"] or 0)):
         name = r["plan"] if r["chosen"] in (None, r["plan"]) else f"{r['plan']} ({r['chosen']})"
         low, high = r["quartiles_s"]
-        spread = f"{duration(low)} - {duration(high)}" if low is not None else "-"
+        spread = f" ±{(high - low) / 2 / r['measured_s']:.0%}" if low is not None and r["measured_s"] else ""
         peak = r["peak_bytes"] if r["peak_bytes"] is not None else r["compiled_peak_bytes"]
-        measured = say(duration, r["measured_s"]) if r["result"] == "measured" else r["result"]
+        measured = say(duration, r["measured_s"]) + spread if r["result"] == "measured" else r["result"]
         out.add_row(
-            name, measured, spread, say(duration, r["predicted_s"]), say(duration, r["compile_s"]), say(size, peak),
+            name, measured, say(duration, r["predicted_s"]), say(duration, r["compile_s"]), say(size, peak),
             say(size, r["predicted_peak_bytes"]), *[say(size, (r["tiers"] or {}).get(t)) for t in tiers],
         )  # fmt: skip
     return out
@@ -97,6 +99,9 @@ def table(found: Sequence[dict[str, Any]], cluster: str) -> Any:
 
 def sentences(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> list[str]:
     lines = []
+    if any(r["quartiles_s"][0] is not None for r in found):
+        steps = max(r["steps"] for r in found)
+        lines.append(f"measured: the median of {steps} steps, ± half of what lies between the quartiles")
     if total["best"] is not None:
         lines.append(
             f"fastest: {total['best']}; predicted fastest: {total['predicted_best']}, regret {total['regret']:.1%}"

@@ -18,6 +18,7 @@ from lensjax.commands import Result
 HELP = "run a script in several processes on this machine"
 # What `lensjax.connect` reads; the names live there.
 _COORDINATOR, _COUNT, _RANK = "LENSJAX_COORDINATOR", "LENSJAX_PROCESSES", "LENSJAX_PROCESS"
+_GLOO = "Expected number of connected peer ranks is"
 GRACE = 10.0  # seconds for the other processes to say why they cannot go on, once one is gone
 
 
@@ -75,10 +76,11 @@ def _start(args: argparse.Namespace, rank: int, port: int) -> subprocess.Popen[b
 
 
 def _label(label: str, pipe: IO[bytes], stream: Any, lock: threading.Lock) -> None:
-    """Copies whole lines with a label in front. Gloo's own lines about its connections are nobody's output."""
+    """Copies whole lines with a label in front. Gloo's own lines about its connections (several threads write them, in
+    pieces) are nobody's output."""
     for line in iter(pipe.readline, b""):
         text = line.decode(errors="replace")
-        if not text.startswith("[Gloo]"):
+        if not text.startswith("[Gloo]") and _GLOO not in text:
             with lock:
                 stream.write(label + text + "\n" * (not text.endswith("\n")))
                 stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from collections.abc import Iterator
 
 from lensjax.partition import Body, Node, Partitioned, partition
@@ -19,6 +20,9 @@ _APART = frozenset(
     """constant iota while case if optimization_barrier custom_call return all_gather all_reduce all_slice all_to_all
     collective_permute reduce_scatter reshape broadcast_in_dim""".split()
 )
+
+# What a pass put in stands at no line of the user's.
+_PASSES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "passes", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ def alike(program: Program, plan: Plan) -> list[Alike]:
         if not same:
             continue
         matmuls = [(n, times) for n, times in same if n.name in _MATMULS]
-        lines = collections.Counter(n.source for n, _ in same if n.source)
+        lines = collections.Counter(n.source for n, _ in same if n.source and not n.source.startswith(_PASSES))
         found.append(
             Alike(
                 axis, devices, len(same), len(matmuls),

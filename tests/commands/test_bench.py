@@ -1,8 +1,10 @@
 """`lensjax bench`: a real measurement of a tiny step, resumed and crashed; and what the rows are made into."""
 
 import csv
+import io
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -79,8 +81,9 @@ def test_a_plan_that_ends_the_process_is_a_row_and_the_others_go_on(tmp_path):
 
 
 def events(plan, seconds, predicted, **more):
+    about = {"plan": plan, "chosen": plan, "predicted_s": predicted, "mesh": {"dp": 8}, "batch": 16, **more}
     return [
-        {"event": "plan", "plan": plan, "chosen": plan, "predicted_s": predicted, "mesh": {"dp": 8}, "batch": 16},
+        {"event": "plan", **about},
         {"event": "compiled", "plan": plan, "compile_s": 1.0, "lower_s": 0.5, "compiled_peak_bytes": 10, "tiers": {}},
         *({"event": "visit", "plan": plan, "visit": i, "seconds": x, "peak_bytes": None} for i, x in enumerate(seconds))
     ]  # fmt: skip
@@ -103,6 +106,24 @@ def test_order_and_regret():
     assert total["pairs"] == 3 and total["order"] == pytest.approx(2 / 3)
     assert total["best"] == "a" and total["predicted_best"] == "b" and total["regret"] == pytest.approx(1.0)
     assert total["out_of_memory"] == ["d"] and [r["result"] for r in found[3:]] == ["out of memory", "unfinished"]
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_the_table_names_every_plan_and_every_number_in_eighty_columns(tiers):
+    from rich.console import Console
+
+    names = ["searched fsdp=4,cp=2", "dp=4,tp=2"]
+    made = [e for n in names for e in events(n, [[1.0, 1.5, 2.0]], 0.3126, predicted_peak_bytes=56000000)]
+    for e in made:
+        e.update(tiers={f"tier{i}": 21410000 for i in range(tiers)} if e["event"] == "compiled" else {})
+    found = bench_rows.rows(made, names)
+    console = Console(width=80, file=io.StringIO())
+    console.print(bench_rows.table(found, "cpu:8"))
+    text = console.file.getvalue()
+    for n in names:
+        assert all(part in text for part in re.findall(r"\w+=\d", n)), text
+    for number in ("1.50 s ±33%", "312.6 ms", "53.41 MiB", "20.42 MiB", "1.00 s"):
+        assert text.count(number) >= 2, (number, text)
 
 
 def test_the_same_plan_under_two_names_is_no_pair():

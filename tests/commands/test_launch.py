@@ -16,7 +16,14 @@ rank = int(os.environ["LENSJAX_PROCESS"])
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 print("hello", rank, os.environ.get("XLA_FLAGS"), sys.argv[1:])
 print("[Gloo] Rank is connected")
+print("2 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7")
 print("to stderr", file=sys.stderr)
+def all_said_hello():
+    open(f"{__file__}.{rank}", "w").close()
+    while not all(os.path.exists(f"{__file__}.{r}") for r in range(3)):
+        time.sleep(0.02)
+if what:
+    all_said_hello()
 if what == "die" and rank == 1:
     sys.exit(7)
 if what == "signal" and rank == 1:
@@ -34,10 +41,10 @@ def start(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def run(*arguments, json_too=False):
+    def run(*arguments, json_too=False, grace=0.5):
         env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         command = [sys.executable, "-c", "import sys; from lensjax import cli; from lensjax.commands import launch; "]
-        command[-1] += "launch.GRACE = 30.0; sys.exit(cli.main(sys.argv[1:]))"
+        command[-1] += f"launch.GRACE = {grace}; sys.exit(cli.main(sys.argv[1:]))"
         options = ["launch", *(["--json"] if json_too else []), "--processes", "3", "--devices", "4", str(script)]
         return subprocess.Popen(
             [*command, *options, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -64,7 +71,7 @@ def test_one_that_dies_ends_all_with_its_status(start, how, status):
 
 
 def test_signals_are_passed_on(start):
-    worker = start("wait")
+    worker = start("wait", grace=30.0)
     ready = 0
     while ready < 3:
         ready += "ready" in worker.stdout.readline()

@@ -3,11 +3,8 @@
 Two processes run one program; what is wrong with one of them is the test's parameter. Real processes, real sockets.
 """
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,13 +14,15 @@ import pytest
 from lensjax._errors import ProcessError
 from lensjax.execute.processes import difference
 from lensjax.execute.rendezvous import meet
+from tests.execute import several
 
 PROGRAM = textwrap.dedent("""
     import os, signal, sys
     fault, rank = sys.argv[1], int(os.environ["LENSJAX_PROCESS"])
     import lensjax
+    from lensjax.execute import processes
     if fault == "release" and rank == 1:
-        lensjax.execute.processes.__version__ = "0.0.7"
+        processes.__version__ = "0.0.7"
     if fault == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     lensjax.connect(timeout=12)
@@ -51,29 +50,13 @@ PROGRAM = textwrap.dedent("""
 
 
 def run(fault, port, *more, only=None):
-    """[(exit status, output)] of two processes, and the seconds until both had ended."""
-    base = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    base |= {"LENSJAX_COORDINATOR": f"localhost:{port}", "LENSJAX_PROCESSES": "2", "PYTHONUNBUFFERED": "1"}
-    started = time.monotonic()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, fault, *more], env={**base, "LENSJAX_PROCESS": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in ((0, 1) if only is None else (only,))
-    ]  # fmt: skip
-    out = []
-    for w in workers:
-        text, _ = w.communicate(timeout=240)
-        out.append((w.returncode, text))
-    return out, time.monotonic() - started
+    return several.run(PROGRAM, fault, *more, processes=2, devices=2, port=port, only=only)
 
 
 @pytest.mark.slow
 def test_processes_that_agree(free_port):
-    found, _ = run("none", free_port)
-    losses = {text.split("LOSS")[1].split()[0] for status, text in found if status == 0}
-    assert len(losses) == 1 and len(found) == 2, found
+    first, second = run("none", free_port)
+    assert first.after("LOSS") == second.after("LOSS")
 
 
 @pytest.mark.slow
@@ -87,9 +70,8 @@ def test_processes_that_agree(free_port):
     ],
 )
 def test_a_difference_is_an_error_on_every_process(free_port, fault, words):
-    found, _ = run(fault, free_port)
-    for status, text in found:
-        assert status == 1 and words in text and "LOSS" not in text, text[-3000:]
+    for process in run(fault, free_port):
+        assert process.status == 1 and words in process.text and "LOSS" not in process.text, process.text[-3000:]
 
 
 @pytest.mark.slow
@@ -100,32 +82,32 @@ def test_plan_files_that_differ(free_port, tmp_path):
     for rank, name in enumerate(("one", "two")):
         rules = Rules(activations={"batch": ("dp",)})
         Plan(MeshPlan((Axis("dp", 4),)), name=name, rules=rules).save(tmp_path / f"p.{rank}.json")
-    found, _ = run("file", free_port, str(tmp_path / "p"))
-    for status, text in found:
-        assert status == 1 and "do not agree on the plan that was given: one (" in text, text[-3000:]
+    for process in run("file", free_port, tmp_path / "p"):
+        assert process.status == 1, process.text[-3000:]
+        assert "do not agree on the plan that was given: one (" in process.text, process.text[-3000:]
     assert lensjax.ProcessError is ProcessError
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed", "killed after", "raises"])
 def test_a_process_that_dies_takes_the_other_with_it(free_port, fault):
-    (first, second), seconds = run(fault, free_port)
-    assert first[0] != 0 and "LOSS" not in first[1]
+    first, second = run(fault, free_port)
+    assert first.status != 0 and "LOSS" not in first.text
     why = {
         "killed": "process 1 of 2 did not come within 12 s",
         "killed after": "process 1",
         "raises": "process 1 failed: RuntimeError: the disk is full",
     }[fault]
-    assert why in first[1], first[1][-3000:]
-    assert second[0] == (-signal.SIGKILL if "killed" in fault else 1)
-    assert seconds < 120  # an idle machine needs 25; the point is that it ends
+    assert why in first.text, first.text[-3000:]
+    assert second.status == (-signal.SIGKILL if "killed" in fault else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("only", [0, 1])
 def test_a_process_that_never_starts_is_named(free_port, only):
-    ((status, text),), _ = run("none", free_port, only=only)
-    assert status == 1 and f"process {1 - only} of 2 did not come within 12 s" in text, text[-2000:]
+    (process,) = run("none", free_port, only=[only])
+    assert process.status == 1, process.text[-2000:]
+    assert f"process {1 - only} of 2 did not come within 12 s" in process.text, process.text[-2000:]
 
 
 # ---- the parts, without processes ----------------------------------------------------------------------------------

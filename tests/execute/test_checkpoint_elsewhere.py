@@ -6,67 +6,74 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
+import lensjax
+from lensjax.execute.checkpoint import Checkpoints
+from tests.execute import little, several
+
 pytestmark = pytest.mark.slow
 
-TRAIN = textwrap.dedent("""
-    import json, os, sys
-    folder, plan, mode, steps = sys.argv[1:5]
+RESTORE = textwrap.dedent("""
+    import json, sys
+    folder, plan = sys.argv[1:]
     import lensjax
     lensjax.connect(timeout=120)
     import jax
-    from tests.zoo import FAMILIES
+    from tests.execute import little
 
-    made = FAMILIES["gpt_scan_remat_dropout"].make()
-    whole = jax.device_get(made.batch(jax.random.key(1)))
     count, index = jax.process_count(), jax.process_index()
     rows = lambda x: x.reshape(count, len(x) // count, *x.shape[1:])[index]
-    train = lensjax.parallelize(made.step, plan=plan)
-    train.plan_for(jax.eval_shape(made.init, jax.random.key(0)), whole)
-    if mode == "save":
-        state = train.init(made.init, jax.random.key(0))
-    else:
-        state = train.restore(folder)
-    losses = []
-    for i in range(int(steps)):
-        if mode == "save" and i == 20:
-            train.save(folder, state, 20)
-        state, metrics = train(state, train.from_local(jax.tree.map(rows, whole)))
-        losses.append(float(metrics["loss"]))
-    train.wait()
-    print("LOSSES", json.dumps(losses), flush=True)
+    train = lensjax.parallelize(little.step, plan=plan)
+    train.plan_for(jax.eval_shape(little.create, jax.random.key(0)), little.batch(0))
+    state, losses = train.restore(folder), []
+    for i in range(int(state.step), int(state.step) + 5):
+        state, loss = train(state, train.from_local(jax.tree.map(rows, little.batch(i))))
+        losses.append(float(loss))
+    print("LOSSES", json.dumps([jax.device_count(), int(state.step), losses]), flush=True)
 """)
 
 
-def run(processes, devices, port, *arguments):
-    base = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    base["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    if processes > 1:
-        base |= {"LENSJAX_COORDINATOR": f"localhost:{port}", "LENSJAX_PROCESSES": str(processes)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, *map(str, arguments)], env={**base, "LENSJAX_PROCESS": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(processes)
-    ]  # fmt: skip
-    out = []
-    for w in workers:
-        stdout, stderr = w.communicate(timeout=1200)
-        assert w.returncode == 0, stderr[-3000:]
-        out.append(json.loads(stdout.split("LOSSES")[1]))
-    return out
+def goes_on(train, state, count):
+    losses = []
+    for i in range(int(state.step), int(state.step) + count):
+        state, loss = train(state, little.batch(i))
+        losses.append(float(loss))
+    return state, losses
 
 
-def test_the_next_five_losses_on_other_meshes_devices_and_processes(tmp_path, free_port):
-    """Twenty steps on 2 x 4 devices, saved; then on 4 x 2, on 8 x 1 under another plan, on one device, and in two
-    processes of four devices."""
-    (losses,) = run(1, 8, free_port, tmp_path, "dp=2,fsdp=4", "save", 25)
-    for processes, devices, plan in ((1, 8, "dp=4,fsdp=2"), (1, 8, "zero1"), (1, 1, "dp"), (2, 4, "fsdp")):
-        for found in run(processes, devices, free_port, tmp_path, plan, "restore", 5):
-            np.testing.assert_allclose(found, losses[20:], rtol=1e-5)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(the folder, the losses of the five steps after the save) of twenty steps on 2 x 4 devices."""
+    folder = tmp_path_factory.mktemp("run")
+    train = lensjax.parallelize(little.step, plan="dp=2,fsdp=4")
+    state, _ = goes_on(train, train.init(little.create, jax.random.key(0), batch=little.batch(0)), 20)
+    train.save(folder, state, 20)
+    state, losses = goes_on(train, state, 5)
+    train.wait()
+    assert int(state.step) == 25 and len(set(losses)) == 5
+    return folder, losses
+
+
+@pytest.mark.parametrize("plan, shape", [("dp=4,fsdp=2", (4, 2)), ("zero1", (8,)), ("tp=8", (8,))])
+def test_the_next_five_losses_under_another_plan(saved, plan, shape):
+    folder, losses = saved
+    train = lensjax.parallelize(little.step, plan=plan)
+    train.plan_for(jax.eval_shape(little.create, jax.random.key(5)), little.batch(0))
+    assert tuple(a.size for a in train.plan.mesh.axes) == shape
+    _, found = goes_on(train, train.restore(folder), 5)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("processes, devices, plan", [(1, 1, "dp"), (2, 4, "fsdp")])
+def test_the_next_five_losses_on_other_devices_and_processes(saved, free_port, processes, devices, plan):
+    folder, losses = saved
+    for process in several.run(RESTORE, folder, plan, processes=processes, devices=devices, port=free_port):
+        count, step, found = json.loads(process.after("LOSSES"))
+        assert (count, step) == (processes * devices, 25)
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
 
 
 KILL = textwrap.dedent("""
@@ -116,10 +123,6 @@ def test_a_save_that_is_killed_is_never_chosen(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     statuses = json.loads(done.stdout.strip().splitlines()[-1])
     assert statuses == [9] * 20
-    import jax
-
-    from lensjax.execute.checkpoint import Checkpoints
-
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {f"w{i}": jax.ShapeDtypeStruct((256, 256), np.float32, sharding=one) for i in range(24)}
     abstract["n"] = jax.ShapeDtypeStruct((), np.int32, sharding=one)

@@ -2,66 +2,54 @@
 the batch, or the whole batch."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-PROGRAM = textwrap.dedent("""
-    import json, sys
-    import jax, jax.numpy as jnp, numpy as np, optax
-    count, index = int(sys.argv[2]), int(sys.argv[3])
-    if count > 1:
-        jax.distributed.initialize(sys.argv[1], count, index, initialization_timeout=120)
-    import lensjax
-    from tests.zoo import FAMILIES
+from tests.execute import several
 
-    plan, family, feed = sys.argv[4:7]
-    made = FAMILIES[family].make()
-    batch = jax.device_get(made.batch(jax.random.key(1)))
-    train = lensjax.parallelize(made.step, plan=plan, cluster="cpu:2x4")
-    state = train.init(made.init, jax.random.key(0), batch=batch)
+PROGRAM = textwrap.dedent("""
+    import json, os, sys
+    import jax
+    import lensjax
+    from tests.execute import little
+
+    plan, feed, meet = sys.argv[1:]
+    count, index = int(os.environ.get("LENSJAX_PROCESSES", 1)), int(os.environ["LENSJAX_PROCESS"])
+    if meet == "connect":
+        lensjax.connect(timeout=120)
+    elif count > 1:  # a script that brings its own
+        jax.distributed.initialize(os.environ["LENSJAX_COORDINATOR"], count, index, initialization_timeout=120)
+    assert (jax.process_count(), jax.device_count()) == (count, 8)
+    train = lensjax.parallelize(little.step, plan=plan, cluster="cpu:2x4")
+    state = train.init(little.create, jax.random.key(0), batch=little.batch(0))
     rows = lambda x: x.reshape(count, len(x) // count, *x.shape[1:])[index]
     losses = []
-    for _ in range(3):
-        given = train.from_local(jax.tree.map(rows, batch)) if feed == "rows" else batch
-        state, metrics = FAMILIES[family].call(train, state, given)
-        losses.append(float(metrics["loss"]))
+    for i in range(4):
+        whole = little.batch(i)
+        state, loss = train(state, train.from_local(jax.tree.map(rows, whole)) if feed == "rows" else whole)
+        losses.append(float(loss))
     print("LOSSES", json.dumps(losses), flush=True)
 """)
 
 
-def run(count, plan, family, feed, port):
-    devices = 8 // count
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, f"localhost:{port}", str(count), str(i), plan, family, feed],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    out = []
-    for w in workers:
-        stdout, stderr = w.communicate(timeout=400)
-        assert w.returncode == 0, stderr[-2000:]
-        out.append(json.loads(stdout.split("LOSSES")[1]))
-    return out
+def losses(count, *arguments, port):
+    """What each process of `count` computed."""
+    found = several.run(PROGRAM, *arguments, processes=count, devices=8 // count, port=port)
+    return [json.loads(process.after("LOSSES")) for process in found]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "counts, plan, family, feed",
+    "counts, plan, feed, meet",
     [
-        ((2, 4), "fsdp", "gpt_scan_remat_dropout", "rows"),
-        ((2,), "dp=2,zero1=4", "gpt_scan_remat_dropout", "whole"),
-        ((2,), "dp=2,fsdp=4", "nnx_lora", "whole"),
+        ((2, 4), "dp=2,fsdp=4", "rows", "connect"),
+        ((2,), "dp=2,zero1=4", "whole", "initialize"),
+        ((2,), "dp=2,tp=4", "rows", "initialize"),
     ],
 )
-def test_several_processes_equal_one(counts, plan, family, feed, free_port):
-    (expected,) = run(1, plan, family, feed, free_port)
+def test_several_processes_equal_one(counts, plan, feed, meet, free_port):
+    (expected,) = losses(1, plan, feed, meet, port=free_port)
     for count in counts:
-        for losses in run(count, plan, family, feed, free_port):
-            assert losses == pytest.approx(expected, rel=1e-5)
+        for found in losses(count, plan, feed, meet, port=free_port):
+            assert found == pytest.approx(expected, rel=1e-5)
