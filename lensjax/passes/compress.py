@@ -95,7 +95,7 @@ def reducer(plan: Plan) -> Reducer:
     except CodecError as e:
         raise PlanError(f"field 'reduce.{tier}.codec' of the plan is {chosen.codec!r}: {e.message}", hint=e.hint) from e
     fast = tuple(a.name for a in reversed(plan.mesh.axes) if a.name not in slow and a.size > 1)
-    return Compressed(policy, chosen.bucket or comm.layout.BUCKET, fast)
+    return Compressed(policy, chosen.bucket or comm.BUCKET, fast)
 
 
 def describe(plan: Plan) -> str:
