@@ -4,8 +4,8 @@
 
 The loop is what a person would write: a decorated step of its own, a state that it makes and feeds back, a batch that
 it places once, a clock around each step that is waited for. It shares no code with the measurement, and runs after
-each of its visits for as many steps. The ratio of a plan is the median over its visits, so that what else the machine does
-weighs on both alike. Exit status 1 when some plan's ratio is off by more than 5 %.
+each of its visits for as many steps. The ratio of a plan is the median over its visits, so that what else the machine
+does weighs on both alike. Exit status 1 when some plan's ratio is off by more than 5 %.
 """
 
 from __future__ import annotations
