@@ -123,6 +123,7 @@ def modules_step(model, optimizer, x):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_modules_come_back_as_modules(tmp_path):
     first = lensjax.parallelize(modules_step, plan="fsdp")
     model, optimizer = first.init(create_modules, 0, batch=data())
