@@ -14,10 +14,10 @@ import jax
 
 from lensjax import comm
 from lensjax._errors import CodecError, PlanError
-from lensjax.passes.reduce import Reducer, exact
+from lensjax.passes.reduce import Arrays, Reducer, Specs, exact
 from lensjax.passes.shardings import partition_spec
 from lensjax.passes.share_sizes import slow_axes
-from lensjax.plan.plan import Plan, Reduce, Spec
+from lensjax.plan.plan import Plan, Reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,8 @@ class Compressed:
     inner: tuple[str, ...]
 
     def __call__(
-        self,
-        stacked: Mapping[str, jax.Array],
-        *,
-        mesh: Any,
-        specs: Mapping[str, Spec],
-        axes: tuple[str, ...],
-        state: Mapping[str, jax.Array],
-    ) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+        self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
+    ) -> tuple[Arrays, Arrays]:
         tree = collections.OrderedDict(stacked)
         spec, rows = self._specs(tree, specs), None
         if state:
@@ -50,7 +44,7 @@ class Compressed:
         return total, hidden(rows) if rows is not None else state
 
     def state(
-        self, totals: Mapping[str, jax.ShapeDtypeStruct], *, mesh: Any, specs: Mapping[str, Spec], axes: tuple[str, ...]
+        self, totals: Mapping[str, jax.ShapeDtypeStruct], *, mesh: Any, specs: Specs, axes: tuple[str, ...]
     ) -> tuple[Mapping[str, jax.ShapeDtypeStruct], ...]:
         """What is kept between calls, a mapping for each bucket."""
         tree = collections.OrderedDict(totals)
@@ -59,7 +53,7 @@ class Compressed:
             bucket=self.bucket,
         )  # fmt: skip
 
-    def _specs(self, tree: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+    def _specs(self, tree: Mapping[str, Any], specs: Specs) -> Any:
         return collections.OrderedDict((n, partition_spec(specs[n])) for n in tree)
 
 

@@ -38,28 +38,19 @@ _BETWEEN = {
 }
 
 
+Arrays = Mapping[str, jax.Array]
+Specs = Mapping[str, Spec]
+
+
 class Reducer(Protocol):
     """The interface of a reduction over `axes` of the mesh; see this module."""
 
     def __call__(
-        self,
-        stacked: Mapping[str, jax.Array],
-        *,
-        mesh: Any,
-        specs: Mapping[str, Spec],
-        axes: tuple[str, ...],
-        state: Mapping[str, jax.Array],
-    ) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]: ...
+        self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
+    ) -> tuple[Arrays, Arrays]: ...
 
 
-def exact(
-    stacked: Mapping[str, jax.Array],
-    *,
-    mesh: Any,
-    specs: Mapping[str, Spec],
-    axes: tuple[str, ...],
-    state: Mapping[str, jax.Array],
-) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+def exact(stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays) -> tuple[Arrays, Arrays]:
     """The sums as they are, in the types that came in."""
     whole = lambda name, x: jax.lax.with_sharding_constraint(jnp.sum(x, 0), named(mesh, specs[name]))
     return {name: whole(name, x) for name, x in stacked.items()}, state

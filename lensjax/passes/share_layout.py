@@ -43,6 +43,11 @@ def join(pieces: Sequence[Any], s: Status, z: Sizes) -> Any:
     return x.reshape((*x.shape[:d], math.prod(x.shape[d : d + 4]), *x.shape[d + 4 :]))
 
 
+def without(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    """`spec` as it is along the other axes."""
+    return tuple(tuple(a for a in entry if a not in axes) for entry in spec)
+
+
 def spread(plan: Plan, z: Sizes, shape: tuple[int, ...], spec: Spec) -> Spec:
     """`spec` with the fast axes of the batch added that it does not name, each where the largest part is left to cut:
     a sum over them is then scattered, and slower axes move parts."""

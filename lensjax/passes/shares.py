@@ -30,7 +30,7 @@ from lensjax.passes.pin import Share, pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.shardings import Shardings, named, whole
-from lensjax.passes.share_layout import join, spread, stack, take
+from lensjax.passes.share_layout import join, spread, stack, take, without
 from lensjax.passes.share_sizes import sizes
 from lensjax.passes.split import share, update
 from lensjax.plan.plan import Micro, Plan, Spec
@@ -147,7 +147,7 @@ class _Shares:
         return specs, owners
 
     def _partial_spec(self, cut: Cut) -> Spec:
-        return tuple(tuple(a for a in axes if a not in self.sizes.axes) for axes in self._total_spec(cut))
+        return without(self._total_spec(cut), self.sizes.axes)
 
     def _total_spec(self, cut: Cut) -> Spec:
         """How a total leaves its reduction. A gradient that slow axes reduce is cut up over the fast ones first, also
@@ -160,7 +160,7 @@ class _Shares:
         return bool(self.sizes.slow) and cut.var in self.owners
 
     def _slow_spec(self, cut: Cut) -> Spec:
-        return tuple(tuple(a for a in axes if a not in self.sizes.slow) for axes in self._total_spec(cut))
+        return without(self._total_spec(cut), self.sizes.slow)
 
     def _names(self, cuts: Sequence[Cut]) -> dict[str, Cut]:
         """The gradients among the cuts by name, the first layers' first. A tensor that is used in several places may
@@ -318,7 +318,5 @@ class _Shares:
                 return over(cut.op, x)
             left = tuple(rest)
             x = over(cut.op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
-            entries = [tuple(a for a in axes if a not in left) or None for axes in spec]
-            where = NamedSharding(self.mesh, PartitionSpec(left or None, *entries))
-            x = jax.lax.with_sharding_constraint(x, where)
+            x = jax.lax.with_sharding_constraint(x, named(self.mesh, (left, *without(spec, left))))
         return x[0]
