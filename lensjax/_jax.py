@@ -252,11 +252,18 @@ def mlir() -> types.SimpleNamespace:
 
 
 def run_passes(operation: Any, *passes: str) -> None:
-    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words."""
+    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words.
+
+    The module is verified once, before the first pass: what a caller wrote into it is looked at there, and verifying it
+    again after each of some twenty passes takes most of the time.
+    """
     m = mlir()
     with operation.context, m.ir.Location.unknown(operation.context):
         try:
-            m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})").run(operation)
+            operation.verify()
+            manager = m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})")
+            manager.enable_verifier(False)
+            manager.run(operation)
         except m.ir.MLIRError as e:
             raise PartitionError(
                 f"XLA's partitioner does not take this program: {_mlir_words(str(e))}",

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from lensjax import __version__, _jax
+from lensjax._collect import seldom_collected
 from lensjax._errors import PlanError, UnsupportedJax
 from lensjax.cost.price import price
 from lensjax.cost.pricer import Pricer
@@ -110,6 +111,7 @@ def agreed_plan(program: Program, options: Options, name: str) -> Choice:
     return choice
 
 
+@seldom_collected()
 def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit.
 

@@ -19,7 +19,7 @@ from lensjax.partition.axes import DimensionFactors, LogicalAxis, dimension_fact
 from lensjax.partition.data import Axes, Body, Collective, Node, Operation, Partitioned, Region, Spec, Value
 from lensjax.partition.facts import Repeated, Reshard, repeated, reshards
 from lensjax.partition.inline import main_function
-from lensjax.partition.module import MARK, Template, instantiate, template
+from lensjax.partition.module import MARK, Template, instantiate, template, without
 from lensjax.partition.read import donations, read
 from lensjax.partition.simplify import simplify
 from lensjax.partition.work import schedule
@@ -45,6 +45,7 @@ __all__ = [
     "repeated",
     "reshards",
     "template",
+    "without",
 ]
 
 
@@ -70,7 +71,7 @@ def partition(
     sizes = dict(mesh if mesh is not None else source.mesh)
     module = instantiate(source, mesh, arguments, results, marks)
     _jax.run_passes(module, _jax.PASSES_PROPAGATE, *_jax.PASSES_EXPLICIT, "cse")
-    values, body = read(module, sizes)
+    values, body = read(module, sizes, source.places)
     body = simplify(values, body, sizes)
     return Partitioned(
         mesh=sizes,
