@@ -252,17 +252,13 @@ def mlir() -> types.SimpleNamespace:
 
 
 def run_passes(operation: Any, *passes: str) -> None:
-    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words.
-
-    The module is verified once, before the first pass: what a caller wrote into it is looked at there, and verifying it
-    again after each of some twenty passes takes most of the time.
-    """
+    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words. The module is
+    verified before the first pass, not after each of some twenty (most of the time)."""
     m = mlir()
     with operation.context, m.ir.Location.unknown(operation.context):
         try:
             operation.verify()
-            manager = m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})")
-            manager.enable_verifier(False)
+            (manager := m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})")).enable_verifier(False)
             manager.run(operation)
         except m.ir.MLIRError as e:
             raise PartitionError(
@@ -334,10 +330,8 @@ def compile_only_devices(platform: str, topology: str, config: str = "", slices:
 
 
 def lowered_facts(lowered: Any) -> tuple[str, int, tuple[bool, ...], tuple[bool, ...]]:
-    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a jax Lowered.
-
-    The last two are what jit would tell the compiler; the module itself does not carry them.
-    """
+    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a jax Lowered; the
+    last two are what jit would tell the compiler, the module itself does not carry them."""
     try:
         low = lowered._lowering
         args = low.compile_args
