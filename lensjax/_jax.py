@@ -320,17 +320,16 @@ def compile_only_devices(platform: str, topology: str, config: str = "", slices:
     from jax.experimental import topologies
 
     try:
-        if platform == "tpu":
-            made = topologies.get_topology_desc(platform="tpu", topology_name=topology, num_slices=slices)
-        else:
-            made = topologies.get_topology_desc(platform=platform, topology=topology, target_config=config)
+        tpu = {"topology_name": topology, "num_slices": slices}
+        named = tpu if platform == "tpu" else {"topology": topology, "target_config": config}
+        made = topologies.get_topology_desc(platform=platform, **named)
     except (NotImplementedError, RuntimeError, ValueError) as e:
         raise UnsupportedJax(f"no ahead-of-time compiler for {platform} {topology}: {e}", code="no_compiler") from e
     return list(made.devices)
 
 
 def lowered_facts(lowered: Any) -> tuple[str, int, tuple[bool, ...], tuple[bool, ...]]:
-    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a jax Lowered; the
+    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a Lowered; the
     last two are what jit would tell the compiler, the module itself does not carry them."""
     try:
         low = lowered._lowering
