@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,7 @@ class Step(Planned):
         self._ready: list[Executable] = []
         self._program: Program | None = None
         self._choice: Choice | None = None
-        self._bound: weakref.WeakKeyDictionary[Any, Step] = weakref.WeakKeyDictionary()
+        self._bound: dict[int, Step] = {}  # by identity: each keeps its instance, which need not be hashable
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
         self._checkpoints = Checkpoints()
@@ -85,9 +84,9 @@ class Step(Planned):
         """A decorated method: one step for each instance."""
         if instance is None:
             return self
-        if instance not in self._bound:
-            self._bound[instance] = Step(types.MethodType(self._user, instance), self._options)
-        return self._bound[instance]
+        if id(instance) not in self._bound:
+            self._bound[id(instance)] = Step(types.MethodType(self._user, instance), self._options)
+        return self._bound[id(instance)]
 
     def _adopt(self, *trees: Any) -> None:
         """Takes the step for one that updates NNX modules in place, where there are some among its arguments."""

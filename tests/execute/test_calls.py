@@ -1,5 +1,6 @@
 """What happens around a call: arrays that stand twice, methods, steps inside other programs, orders of arguments."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -153,3 +154,28 @@ def test_complex_constants_and_fft():
 
     p = jnp.linspace(0, 1, 256).reshape(16, 16)
     np.testing.assert_allclose(lensjax.parallelize(spectral, plan="fsdp")(p + 0, X), spectral(p, X), rtol=1e-5)
+
+
+class Slots:
+    __slots__ = ("rate",)
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    @lensjax.parallelize(plan="dp")
+    def step(self, w, x):
+        return w - self.rate * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+
+
+@dataclasses.dataclass
+class Unhashable:
+    rate: float
+
+    step = Slots.step
+
+
+@pytest.mark.parametrize("kind", [Slots, Unhashable])
+def test_a_decorated_method_of_an_instance_that_is_no_key(kind):
+    x = np.ones((8, 4), np.float32)
+    for owner in (kind(0.5), kind(0.25)):
+        np.testing.assert_allclose(owner.step(jnp.ones((4, 2)), x), 1 - owner.rate * 4 * np.ones((4, 2)), rtol=1e-5)
