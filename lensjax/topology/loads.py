@@ -141,7 +141,7 @@ def tier_bytes(
     Traffic that goes on to an outer tier counts on the inner ones as well, as it does on their links.
     """
     result, inner = {}, 1
-    for index, tier in enumerate(cluster.tiers):
+    for tier in cluster.tiers:
         total = np.zeros(-(-cluster.capacity // inner))
         for i, axis in enumerate(axes):
             if order.shape[i] > 1:

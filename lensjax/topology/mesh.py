@@ -36,8 +36,8 @@ _MAX_FRAMES = 24  # boxes tried, those that fill the inner tiers first
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a mesh sits. `order`: device ids, int [axis sizes]; `axes`: name -> size; `seconds`: predicted per step
-    for the traffic (choice.predicted_seconds); `idle`: device ids that are not used; `tiers`: axis -> names of the tiers it runs on; `regular`:
-    False when no box of the cluster had these sizes and devices were filled in order.
+    for the traffic (choice.predicted_seconds); `idle`: device ids that are not used; `tiers`: axis -> names of the
+    tiers it runs on; `regular`: False when the devices are filled in order, on no regular box of the cluster.
     """
 
     order: np.ndarray = dataclasses.field(repr=False)
