@@ -88,12 +88,17 @@ def machines() -> dict[str, Machine]:
     return result
 
 
+def find_machine(name: str) -> Machine | None:
+    """A machine by name or alias, or None."""
+    return next((m for m in machines().values() if name == m.name or name in m.data.get("aliases", ())), None)
+
+
 def machine(name: str) -> Machine:
     """A machine by name or alias. Raises ClusterError with close names."""
-    for found in machines().values():
-        if name == found.name or name in found.data.get("aliases", ()):
-            return found
-    raise ClusterError(f"no machine {name!r} in the catalogue", hint=_close(name, [*machines(), "cpu"]))
+    found = find_machine(name)
+    if found is None:
+        raise ClusterError(f"no machine {name!r} in the catalogue", hint=_close(name, [*machines(), "cpu"]))
+    return found
 
 
 def _close(name: str, names: list[str]) -> str:

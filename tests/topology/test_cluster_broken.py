@@ -75,7 +75,7 @@ def test_broken_json_is_an_error_too(number, said):
 
 def test_ranges_of_other_devices_that_meet_are_an_error():
     cluster, other = Cluster.parse("dgx-h100:4"), catalogue.device("A100-SXM4-80GB")
-    with pytest.raises(ClusterError, match="others 0..16 and 8..24 share slots"):
+    with pytest.raises(ClusterError, match=r"others 0..16 and 8..24 share slots"):
         dataclasses.replace(cluster, others=(Other(0, 16, other), Other(8, 24, other)))
     assert dataclasses.replace(cluster, others=(Other(0, 8, other), Other(8, 24, other))).devices == 32
 
@@ -88,7 +88,7 @@ def test_a_device_made_in_code_is_checked_as_one_in_a_file():
 
 def test_files_that_are_no_text_or_no_files(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00name")
-    with pytest.raises(ClusterError, match="UTF-8|utf-8"):
+    with pytest.raises(ClusterError, match=r"UTF-8|utf-8"):
         Cluster.parse(tmp_path / "x.yaml")
     (tmp_path / "machine").write_text(BASE)
     with pytest.raises(ClusterError, match="no spec and no cluster file"):
@@ -117,7 +117,7 @@ def test_a_slice_below_a_cube_closes_no_side():
 
 @pytest.mark.parametrize("spec", [None, 5, ("a",), b"cpu:8", "cpu:+8", "cpu:1_0", "cpu:٨", "cpu:8x", "cpu:99999999999"])
 def test_what_is_no_spec_is_an_error(spec):
-    with pytest.raises(ClusterError, match="expected a spec|no number of devices|too large"):
+    with pytest.raises(ClusterError, match=r"expected a spec|no number of devices|too large"):
         Cluster.parse(spec)
 
 
