@@ -51,7 +51,12 @@ class Span:
 
 def as_groups(cluster: Cluster, groups: Any) -> np.ndarray:
     """int [groups, members], checked: ids of this cluster, each device once in a group. A flat list is one group."""
-    ids = np.atleast_2d(np.asarray(groups))
+    try:
+        ids = np.atleast_2d(np.asarray(groups))
+    except ValueError:
+        raise ClusterError(
+            "groups of different sizes", hint="price each size by itself: groups that run at once have as many members"
+        ) from None
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ClusterError(
             f"groups must be whole numbers [groups, members]; found shape {ids.shape}, {ids.dtype}",

@@ -30,6 +30,7 @@ _HEAVIEST, _RATIO = (
     1e9,
     1000.0,
 )  # where no traffic is told: bytes per step on the last axis, and over those on the one before
+_MAX_NESTED = 4  # axes of which every nesting is tried
 _MAX_FRAMES = 24  # boxes tried, those that fill the inner tiers first
 
 
@@ -63,7 +64,7 @@ def placement(cluster: Cluster, axes: Mapping[str, int], traffic: Mapping[str, f
     """
     axes = _complete(cluster, axes)
     nbytes = _traffic(axes, traffic)
-    boxes, filled = _on_boxes(cluster, axes, nbytes), _filled(cluster, axes)
+    boxes, filled = _on_boxes(cluster, axes, nbytes), _filled(cluster, axes, nbytes)
     seconds, ids, regular = cheapest(cluster, boxes, filled, nbytes, axes)
     idle = np.setdiff1d(np.arange(cluster.devices), ids)
     tiers = {a: _tiers_of(cluster, ids, i) for i, a in enumerate(axes)}
@@ -98,6 +99,9 @@ def make_mesh(
 
 def _complete(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     """The axes with -1 replaced; raises ClusterError when they do not fit."""
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in axes.values()):
+        raise ClusterError(f"mesh axes {dict(axes)}", hint="sizes are whole numbers")
+    axes = {a: int(n) for a, n in axes.items()}
     bad = {a: n for a, n in axes.items() if n < 1 and n != -1}
     free = [a for a, n in axes.items() if n == -1]
     if not axes or bad or len(free) > 1:
@@ -137,7 +141,8 @@ def _traffic(axes: Mapping[str, int], traffic: Mapping[str, float] | None) -> di
     if traffic is None:
         return {a: _HEAVIEST / _RATIO ** (len(axes) - 1 - i) for i, a in enumerate(axes)}
     unknown = [a for a in traffic if a not in axes]
-    if unknown or any(not 0 <= v < math.inf for v in traffic.values()):
+    numbers = all(isinstance(v, int | float | np.number) for v in traffic.values())
+    if unknown or not numbers or any(not 0 <= v < math.inf for v in traffic.values()):
         raise ClusterError(
             f"traffic {dict(traffic)} for axes {list(axes)}", hint="bytes per device, at least 0, of these axes"
         )
@@ -168,11 +173,17 @@ def _ids(cluster: Cluster, slots: np.ndarray) -> np.ndarray:
     return id_of[slots]
 
 
-def _filled(cluster: Cluster, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
-    """Device ids in the order of their slots, the axes nested in each of their orders, as listed first."""
+def _filled(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> Iterator[np.ndarray]:
+    """Device ids in the order of their slots, the axes nested in each of their orders, as listed first. Of more than
+    four axes only the lightest outermost besides: their orders are too many.
+    """
     sizes = tuple(axes.values())
     ids = np.argsort(cluster.slots, kind="stable")[: math.prod(sizes)]
-    for nesting in itertools.permutations(range(len(sizes))):
+    listed, ones = (tuple(i for i, n in enumerate(sizes) if (n == 1) == one) for one in (False, True))
+    weights = list(nbytes.values())
+    few = (listed, tuple(sorted(listed, key=lambda i: weights[i])))
+    for nesting in itertools.permutations(listed) if len(listed) <= _MAX_NESTED else few:
+        nesting = (*ones, *nesting)
         yield ids.reshape([sizes[a] for a in nesting]).transpose(np.argsort(nesting))
 
 

@@ -191,7 +191,7 @@ def test_the_search_finds_the_best_of_all_orders(cluster, sizes, heavy):
     ordered = cluster.tiers[0].kind == "torus"  # there a group that is no box is routed in its order
     tried = [p for p in rest if _canonical(p, sizes, ordered)]
     best = min(cost(cluster, (0, *p), traffic, axes) for p in tried)
-    orders = (*mesh._on_boxes(cluster, axes, traffic), *mesh._filled(cluster, axes))
+    orders = (*mesh._on_boxes(cluster, axes, traffic), *mesh._filled(cluster, axes, traffic))
     assert min(cost(cluster, order, traffic, axes) for order in orders) <= best * 1.0001
 
 
@@ -245,6 +245,13 @@ def test_sixteen_thousand_devices_are_placed_in_two_seconds(spec, axes):
     )
     assert time.process_time() - start < 2.0
     assert np.unique(placed.order).size == 16384
+
+
+def test_many_axes_and_primes_end():
+    many = {**dict.fromkeys("abcdefg", 2), "h": 8}
+    assert placement(Cluster.parse("dgx-h100:128"), many).order.size == 1024
+    assert placement(Cluster.parse("dgx-h100:32"), {"a": 251}).order.size == 251
+    assert placement(Cluster.parse("tpu-v5p:4x4x4"), {"a": 7, "b": 9}).order.shape == (7, 9)
 
 
 # --- mesh_utils
@@ -366,6 +373,10 @@ def test_a_mesh_smaller_than_the_machine_stays_within_few_nodes():
         ({"a": -1, "b": 16}, None, "needs 16"),
         ({"a": 8}, {"b": 1.0}, "of these axes"),
         ({"a": 8}, {"a": -1.0}, "at least 0"),
+        ({"a": 8}, {"a": None}, "at least 0"),
+        ({"a": 8.0}, None, "whole numbers"),
+        ({"a": True}, None, "whole numbers"),
+        ({"a": "8"}, None, "whole numbers"),
     ],
 )
 def test_a_wrong_mesh_is_an_error(axes, traffic, said):
