@@ -252,11 +252,14 @@ def mlir() -> types.SimpleNamespace:
 
 
 def run_passes(operation: Any, *passes: str) -> None:
-    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words."""
+    """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words. The module is
+    verified before the first pass, not after each of some twenty (most of the time)."""
     m = mlir()
     with operation.context, m.ir.Location.unknown(operation.context):
         try:
-            m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})").run(operation)
+            operation.verify()
+            (manager := m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})")).enable_verifier(False)
+            manager.run(operation)
         except m.ir.MLIRError as e:
             raise PartitionError(
                 f"XLA's partitioner does not take this program: {_mlir_words(str(e))}",
@@ -317,20 +320,17 @@ def compile_only_devices(platform: str, topology: str, config: str = "", slices:
     from jax.experimental import topologies
 
     try:
-        if platform == "tpu":
-            made = topologies.get_topology_desc(platform="tpu", topology_name=topology, num_slices=slices)
-        else:
-            made = topologies.get_topology_desc(platform=platform, topology=topology, target_config=config)
+        tpu = {"topology_name": topology, "num_slices": slices}
+        named = tpu if platform == "tpu" else {"topology": topology, "target_config": config}
+        made = topologies.get_topology_desc(platform=platform, **named)
     except (NotImplementedError, RuntimeError, ValueError) as e:
         raise UnsupportedJax(f"no ahead-of-time compiler for {platform} {topology}: {e}", code="no_compiler") from e
     return list(made.devices)
 
 
 def lowered_facts(lowered: Any) -> tuple[str, int, tuple[bool, ...], tuple[bool, ...]]:
-    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a jax Lowered.
-
-    The last two are what jit would tell the compiler; the module itself does not carry them.
-    """
+    """(platform, number of devices, inputs whose sharding is free, outputs whose sharding is free) of a Lowered; the
+    last two are what jit would tell the compiler, the module itself does not carry them."""
     try:
         low = lowered._lowering
         args = low.compile_args

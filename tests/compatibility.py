@@ -2,9 +2,9 @@
 
     python -m tests.compatibility [--families mlp,vit] [--plans "dp;fsdp=2,tp=4"] [--again] [--minutes 30]
 
-Results go to a file beside the page as they come, so that a run can be stopped and taken up again; cells are run in
-rounds (every preset on some mesh first), so that a run cut short has seen every family. Cells run in another process:
-if it dies, that is a result ("abort"), and the rest goes on in a new one. `--again` forgets the cells it is given.
+Results go to a file beside the page as they come, so that a run can be stopped and taken up again; family by family,
+since what one device computes is worked out once for each. Cells run in another process: if it dies, that is a result
+("abort"), and the rest goes on in a new one. `--again` forgets the cells it is given.
 """
 
 from __future__ import annotations
@@ -107,16 +107,6 @@ def done() -> dict[tuple[str, str], dict]:
     return {(r["family"], r["plan"]): r for r in rows}
 
 
-def rounds(families: Sequence[str], plans: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """The cells in the order in which they are run: a few presets of every family at a time, other ones for each."""
-    size = 3
-    out = []
-    for start in range(0, len(plans), size):
-        group = [(f, plans[(start + k + 5 * n) % len(plans)]) for n, f in enumerate(families) for k in range(size)]
-        out.append([cell for cell in dict.fromkeys(group) if not any(cell in r for r in out)])
-    return out
-
-
 def run(cells: Sequence[tuple[str, str]], deadline: float, advance: Callable[[], None]) -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
     while todo := [c for c in cells if c not in done()]:
@@ -214,7 +204,8 @@ def main() -> None:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("cells", total=len(families) * len(plans))
         wanted = {(f, p) for f in families for p in plans}
-        for cells in rounds(families, plans):
+        for family in families:
+            cells = [(family, p) for p in plans]
             run(cells, deadline, lambda: bar.update(task, completed=len(wanted & set(done()))))
     write_page(list(FAMILIES), done())
     print(f"wrote {PAGE.relative_to(ROOT)}")

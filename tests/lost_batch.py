@@ -9,6 +9,7 @@ gathered, or that a weight's sharding pushed out, shows as too much arithmetic, 
 from __future__ import annotations
 
 import collections
+import re
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from lensjax import _jax
 from lensjax.passes.emit import emit, lower
 from lensjax.passes.shardings import batch_axes, ways
 from lensjax.plan.plan import Plan
-from lensjax.program.edit import all_equations
+from lensjax.program.edit import bodies
 from lensjax.program.flow import touches
 from lensjax.program.program import Program
 from lensjax.search.presets import preset
@@ -60,19 +61,28 @@ def lost(program: Program, plan: Plan, one: str, many: str) -> list[str]:
     whole, mine = flops_by_name(one), flops_by_name(many)
     found = []
     for name, cost in mine.items():
-        if name in whole and not any(w and name.endswith(w) for w in without) and cost > 1.01 * whole[name] / parts:
+        batchless = any(w.fullmatch(name) for w in without) or (without and not name)  # some dots have no scope
+        if name in whole and not batchless and cost > 1.01 * whole[name] / parts:
             found.append(f"{name}: {cost * parts / whole[name]:.1f} of 1 share")
     return found
 
 
-def _without_batch(program: Program) -> set[str]:
-    """Ends of the scopes whose matmuls no batch dimension touches (products of weights)."""
-    ends: dict[bool, set[str]] = {True: set(), False: set()}
-    for eqn in all_equations(_jax.open_jaxpr(program.jaxpr)):
-        if eqn.primitive.name in _MATMULS:
-            batched = touches(eqn, lambda v: v in program.batch.dims)
-            ends[batched].add(str(eqn.source_info.name_stack))
-    return ends[False] - ends[True]
+def _without_batch(program: Program) -> list[re.Pattern]:
+    """What the scopes look like whose matmuls no batch dimension touches (products of weights)."""
+    ends: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
+
+    def collect(jaxpr: Any, outer: tuple[str, ...]) -> None:
+        for eqn in _jax.open_jaxpr(jaxpr).eqns:
+            stack = (*outer, str(eqn.source_info.name_stack))
+            if eqn.primitive.name in _MATMULS:
+                ends[touches(eqn, lambda v: v in program.batch.dims)].add(stack)
+            for body in bodies(eqn):
+                collect(body, stack)
+
+    collect(program.jaxpr, ())
+    # XLA's names put what the equation is between its scope and the scopes of its body.
+    inside = r"(/|\b)(while|cond|checkpoint|rematted_computation)\b.*"
+    return [re.compile(".*" + inside.join(map(re.escape, stack))) for stack in ends[False] - ends[True] if any(stack)]
 
 
 def collectives(text: str) -> dict[str, int]:

@@ -16,7 +16,7 @@ from lensjax.cost.heap import Buffer, live, pack
 from lensjax.cost.layout import inner_gather, transposed_stacks
 from lensjax.cost.schedule import Step, steps_of
 from lensjax.partition.data import Body, Partitioned, Value
-from lensjax.partition.fusion import Fusion, fuse
+from lensjax.partition.fusion import Fusion, Fusions
 from lensjax.partition.simplify import COLLECTIVES
 from lensjax.topology.cluster import Device
 
@@ -67,10 +67,12 @@ def workspace_of(device: Device) -> float:
 
 def temporaries(p: Partitioned, workspace: float = 0.0) -> list[Buffer]:
     """Every temporary buffer with the steps between which it lives, loops written out once in their place."""
-    model = fuse(p.body, p.values)
+    # The schedule's, unless values were moved since (to the host).
+    fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values)
+    model = fusions(p.body)
     transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs}
     outside = {model.buffer(v) for v in p.body.results} - transposed | set(p.body.arguments)
-    walk = _Walk(p.values, workspace)
+    walk = _Walk(fusions, workspace)
     walk.body(p.body, outside, 0)
     return walk.buffers
 
@@ -78,14 +80,14 @@ def temporaries(p: Partitioned, workspace: float = 0.0) -> list[Buffer]:
 class _Walk:
     """Numbers the steps of nested bodies and collects their buffers."""
 
-    def __init__(self, values: Sequence[Value], workspace: float):
-        self.values, self.workspace = values, workspace
+    def __init__(self, fusions: Fusions, workspace: float):
+        self.fusions, self.values, self.workspace = fusions, fusions.values, workspace
         self.clock = 0
         self.buffers: list[Buffer] = []
 
     def body(self, body: Body, outside: set[int], depth: int) -> None:
         """`outside`: values whose memory is accounted for elsewhere."""
-        model = fuse(body, self.values)
+        model = self.fusions(body)
         steps = steps_of(body, model, self.values, depth > 0)
         last = _last_reads(steps, body, model)
         shared = outside | (self.carried(body, steps, last, model) if depth else set())

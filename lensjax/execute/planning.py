@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from lensjax import __version__, _jax
+from lensjax._collect import seldom_collected
 from lensjax._errors import PlanError, UnsupportedJax
 from lensjax.cost.price import price
 from lensjax.cost.pricer import Pricer
@@ -23,7 +24,7 @@ from lensjax.program.program import Program
 from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.compressed import compressed
-from lensjax.search.judged import by_judging, judged
+from lensjax.search.judged import by_judging, judged, priced_by
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.judge import judge
@@ -110,6 +111,7 @@ def agreed_plan(program: Program, options: Options, name: str) -> Choice:
     return choice
 
 
+@seldom_collected()
 def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     """The plan and what it was compared with. Raises PlanError, BatchError or DoesNotFit.
 
@@ -177,6 +179,7 @@ def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: S
             names=[given] if given is not None else None,
             progress=_progress(options.report),
         )
+        choice = compressed(choice, program, cluster, options.compress, priced_by(judge_), _progress(options.report))
         plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
         return dataclasses.replace(choice, plan=plan)
     plan = _given(program, cluster, given, pins, judge_)

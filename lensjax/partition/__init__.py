@@ -18,8 +18,9 @@ from lensjax import _jax
 from lensjax.partition.axes import DimensionFactors, LogicalAxis, dimension_factors
 from lensjax.partition.data import Axes, Body, Collective, Node, Operation, Partitioned, Region, Spec, Value
 from lensjax.partition.facts import Repeated, Reshard, repeated, reshards
+from lensjax.partition.fusion import Fusions
 from lensjax.partition.inline import main_function
-from lensjax.partition.module import MARK, Template, instantiate, template
+from lensjax.partition.module import MARK, Template, instantiate, template, without
 from lensjax.partition.read import donations, read
 from lensjax.partition.simplify import simplify
 from lensjax.partition.work import schedule
@@ -45,6 +46,7 @@ __all__ = [
     "repeated",
     "reshards",
     "template",
+    "without",
 ]
 
 
@@ -70,15 +72,17 @@ def partition(
     sizes = dict(mesh if mesh is not None else source.mesh)
     module = instantiate(source, mesh, arguments, results, marks)
     _jax.run_passes(module, _jax.PASSES_PROPAGATE, *_jax.PASSES_EXPLICIT, "cse")
-    values, body = read(module, sizes)
+    values, body = read(module, sizes, source.places)
     body = simplify(values, body, sizes)
+    fusions = Fusions(tuple(values))
     return Partitioned(
         mesh=sizes,
-        values=tuple(values),
+        values=fusions.values,
         body=body,
-        schedule=schedule(body, values, sizes),
+        schedule=schedule(body, fusions, sizes),
         donated=donations(main_function(module)),
         unknown_trips=_unknown_trips(body),
+        fusions=fusions,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 # Mesh axes that split one dimension, major first. A sub-axis is spelled "axis:(pre)size" as Shardy prints it.
 Axes = tuple[str, ...]
@@ -150,6 +151,7 @@ class Partitioned:
     schedule:     the same as kernels and collectives in program order, loops nested.
     donated:      argument position -> result position that may reuse its buffer.
     unknown_trips: loops whose trip count the program does not tell; their work is counted once.
+    fusions:      the fusion model of each body that was looked at when the schedule was made.
     """
 
     mesh: Mapping[str, int]
@@ -158,6 +160,7 @@ class Partitioned:
     schedule: Region
     donated: Mapping[int, int]
     unknown_trips: int
+    fusions: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

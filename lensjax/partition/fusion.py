@@ -55,6 +55,19 @@ class Fusion:
         return self.root.get(value, value)
 
 
+class Fusions:
+    """`fuse` of the bodies of one program, each looked at once: its schedule and its memory both ask."""
+
+    def __init__(self, values: tuple[Value, ...]):
+        self.values = values
+        self._found: dict[int, tuple[Body, Fusion]] = {}  # by identity: bodies are large, and kept here
+
+    def __call__(self, body: Body) -> Fusion:
+        if id(body) not in self._found:
+            self._found[id(body)] = body, fuse(body, self.values)
+        return self._found[id(body)][1]
+
+
 def fuse(body: Body, values: Sequence[Value]) -> Fusion:
     """The fusion model of one body; nested bodies have their own, and read outer values as stored ones."""
     root, maker, copied = _roots(body, values)

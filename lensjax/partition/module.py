@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lensjax import _jax
@@ -30,13 +30,17 @@ class Template:
 
     `arguments`, `results`: global shapes, in the order of the flattened tree. `marks`: number -> global shape.
     `mesh`: the mesh that the step was lowered with ({} when it names none). Holds MLIR; what is made from it is data.
+    `whole`: the module before its loops were made ready, with everything that may still be taken out. `places`: what
+    its locations say, filled as they are read.
     """
 
     module: Any
+    whole: Any
     arguments: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     marks: Mapping[int, tuple[int, ...]]
     mesh: Mapping[str, int]
+    places: dict[Any, tuple[str, str]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def template(lowered: Any) -> Template:
@@ -48,6 +52,22 @@ def template(lowered: Any) -> Template:
     module = lowered.compiler_ir("stablehlo").operation.clone()
     _name_mesh(module)
     inline_calls(module)
+    return _ready(module)
+
+
+def without(source: Template, dropped: Collection[int]) -> Template:
+    """A template of the step as if these marks had never been made: each is the identity."""
+    module = source.whole.clone()
+    for op, mark in _marks(module):
+        if mark in dropped:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+    return dataclasses.replace(_ready(module), places=source.places)
+
+
+def _ready(whole: Any) -> Template:
+    """The template of a module without calls, which is left as it is."""
+    module = whole.clone()
     capture_invariants(module)
     reshape_unit_broadcasts(module)
     _jax.run_passes(module, "cse")
@@ -57,6 +77,7 @@ def template(lowered: Any) -> Template:
     marks = {mark: tensor_type(str(op.results[0].type))[0] for op, mark in _marks(module)}
     return Template(
         module=module,
+        whole=whole,
         arguments=tuple(tensor_type(str(a.type))[0] for a in block.arguments),
         results=tuple(tensor_type(str(r.type))[0] for r in results),
         marks=marks,

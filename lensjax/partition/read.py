@@ -48,8 +48,10 @@ _MANUAL = "sdy.manual_computation"
 class Reader:
     """Walks one module. Not data: it lives while `read` runs."""
 
-    def __init__(self, mesh: Mapping[str, int]):
+    def __init__(self, mesh: Mapping[str, int], places: dict[Any, tuple[str, str]] | None = None):
         self.mesh = tuple(mesh.items())
+        # Location -> what it says. Its text is long (a whole call stack) and takes longer than all the rest.
+        self.places = {} if places is None else places
         self.values: list[Value] = []
         self.ids: dict[Any, int] = {}
         self.scalars: dict[int, int] = {}  # value -> integer constant, for trip counts
@@ -100,9 +102,15 @@ class Reader:
             name = "stablehlo.constant"
         inputs = tuple(self.ids[v] for v in op.operands)
         kept = {key: str(attributes[key]) for key in KEPT.get(name, ()) if key in attributes}
-        op_name, source = location(str(op.location))
+        op_name, source = self.place(op.location)
         bodies, trips = self.regions(op, name, specs, inputs)
         return Node(name, inputs, outputs, op_name, source, bodies, trips, attributes=kept)
+
+    def place(self, at: Any) -> tuple[str, str]:
+        key = at.attr
+        if key not in self.places:
+            self.places[key] = location(str(at))
+        return self.places[key]
 
     def result_specs(self, name: str, attributes: Any, count: int) -> list[Spec]:
         for key in ("sdy.sharding", "out_sharding", "out_shardings", "sharding"):
@@ -159,9 +167,12 @@ def _trips(condition: Body, body: Body, inputs: tuple[int, ...], scalars: Mappin
     return max(0, -(-span // step))
 
 
-def read(module: Any, mesh: Mapping[str, int]) -> tuple[list[Value], Body]:
-    """Values and body of the `main` of a partitioned module operation."""
-    reader = Reader(mesh)
+def read(
+    module: Any, mesh: Mapping[str, int], places: dict[Any, tuple[str, str]] | None = None
+) -> tuple[list[Value], Body]:
+    """Values and body of the `main` of a partitioned module operation. `places`: locations that were read before, of
+    modules in the same MLIR context; those of this one are added."""
+    reader = Reader(mesh, places)
     body = reader.function(main_function(module))
     return reader.values, body
 

@@ -34,6 +34,13 @@ _SPREADS = ("stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.reshap
 _NOTHING = ("sdy.sharding_constraint", "sdy.reshard", "sdy.propagation_barrier", "sdy.data_flow_edge")
 
 
+def _with(node: Node, inputs: tuple[int, ...], bodies: tuple[Body, ...] = ()) -> Node:
+    """The node with these inputs and, where it has bodies and they are given, these; most nodes stay what they are."""
+    if node.inputs == inputs and not bodies:
+        return node
+    return dataclasses.replace(node, inputs=inputs, bodies=bodies or node.bodies)
+
+
 class _Simplifier:
     def __init__(self, values: list[Value], mesh: Mapping[str, int]):
         self.values = values
@@ -54,7 +61,7 @@ class _Simplifier:
     def clean(self, body: Body, seen: dict[tuple, Node]) -> Body:
         nodes = []
         for node in body.nodes:
-            node = self.normal(dataclasses.replace(node, inputs=tuple(map(self.now, node.inputs))))
+            node = self.normal(_with(node, tuple(map(self.now, node.inputs))))
             if node.name in _CONSTANTS or (
                 node.inputs and node.name in _SPREADS and self.splats.issuperset(node.inputs)
             ):
@@ -68,8 +75,7 @@ class _Simplifier:
                     self.renamed.update(zip(node.outputs, seen[key].outputs))
                     continue
                 seen[key] = node
-            bodies = tuple(self.clean(b, dict(seen)) for b in node.bodies)
-            nodes.append(dataclasses.replace(node, bodies=bodies))
+            nodes.append(_with(node, node.inputs, tuple(self.clean(b, dict(seen)) for b in node.bodies)))
         return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
 
     def is_nothing(self, node: Node) -> bool:
@@ -111,7 +117,7 @@ class _Simplifier:
         nodes: list[Node | None] = []
         made: dict[int, tuple[int, ...]] = {}  # value -> where its all_reduce is, and its slice where it is one
         for node in body.nodes:
-            node = dataclasses.replace(node, bodies=tuple(map(self.reassociate, node.bodies)))
+            node = _with(node, node.inputs, tuple(map(self.reassociate, node.bodies)))
             if (places := self._same_totals(node, nodes, made)) is not None:
                 totals, rest = self._of_the_sum(node, nodes, places)
                 for i in (*places[0], *places[1]):
@@ -158,9 +164,7 @@ class _Simplifier:
     def fold(self, body: Body) -> Body:
         nodes: list[Node] = []
         for node in body.nodes:
-            node = dataclasses.replace(
-                node, inputs=tuple(map(self.now, node.inputs)), bodies=tuple(self.fold(b) for b in node.bodies)
-            )
+            node = _with(node, tuple(map(self.now, node.inputs)), tuple(self.fold(b) for b in node.bodies))
             if node.outputs and node.outputs[0] in self.dropped:
                 continue
             nodes.extend(self.moved_updates(node, nodes) or self.scattered(node) or [node])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from lensjax.partition.data import Body, Collective, Node, Operation, Region, Value
+from lensjax.partition.data import Body, Collective, Node, Operation, Region
 from lensjax.partition.flops import flops
-from lensjax.partition.fusion import ALIASES, FREE, Fusion, captured, fuse, sources
+from lensjax.partition.fusion import ALIASES, FREE, Fusion, Fusions, captured, sources
 from lensjax.partition.simplify import COLLECTIVES, payload
 from lensjax.partition.text import axis_size
 
@@ -14,17 +14,17 @@ _LOOPS = ("stablehlo.while",)
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
-def schedule(body: Body, values: Sequence[Value], mesh: Mapping[str, int]) -> Region:
+def schedule(body: Body, fusions: Fusions, mesh: Mapping[str, int]) -> Region:
     """Kernels and collectives of a body in program order. Of a conditional's branches, the one that costs most."""
-    return Worker(values, tuple(mesh.items())).region(body, trips=1, outer=1)
+    return Worker(fusions, tuple(mesh.items())).region(body, trips=1, outer=1)
 
 
 class Worker:
-    def __init__(self, values: Sequence[Value], mesh: tuple[tuple[str, int], ...]):
-        self.values, self.mesh = values, mesh
+    def __init__(self, fusions: Fusions, mesh: tuple[tuple[str, int], ...]):
+        self.fusions, self.values, self.mesh = fusions, fusions.values, mesh
 
     def region(self, body: Body, trips: int, outer: int, reads=(), writes=()) -> Region:
-        model = fuse(body, self.values)
+        model = self.fusions(body)
         items = [item for node in body.nodes for item in self.items(node, model, trips * outer)]
         return Region(trips, tuple(items), tuple(reads), tuple(writes))
 

@@ -45,6 +45,8 @@ Made = dict[Any, Any]  # variable -> the equation of this body that makes it
 def steady(jaxpr: Any) -> Any:
     """`jaxpr` with each value that is compared with a selection of itself made exactly once. The numbers are those of
     the equations as they stand."""
+    if not any(e.primitive.name in _COMPARE and all(map(_rounded, e.invars)) for e in all_equations(jaxpr)):
+        return jaxpr
     return _jax.rebuild(jaxpr, eqns=_body(_jax.open_jaxpr(jaxpr), arguments=False))
 
 

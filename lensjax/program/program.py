@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lensjax import _jax
+from lensjax._collect import seldom_collected
 from lensjax._errors import BatchError
 from lensjax.program.batch import Batch, find_batch
 from lensjax.program.edit import bodies, is_var
@@ -88,6 +89,7 @@ class Program:
         return h.hexdigest()[:16]
 
 
+@seldom_collected()
 def analyze(
     fn: Callable,
     args: tuple[Any, ...],

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from lensjax._collect import seldom_collected
 from lensjax._errors import BatchError, DoesNotFit, PartitionError, PlanError
 from lensjax._units import size
 from lensjax.cost.pricer import Pricer
@@ -95,25 +96,34 @@ def price_all(
     progress: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Candidate]:
-    """Prices named plans in turn; what does not apply keeps its reason. The first is priced whatever the time."""
-    out: list[Candidate] = []
-    for name, make in makers:
-        if out and stop():
-            out.append(Candidate(name, None, "the time for planning was up"))
+    """Prices named plans; what does not apply keeps its reason. The first that applies is priced whatever the time."""
+    plans: list[tuple[int, str, Plan, int]] = []
+    out: dict[int, Candidate] = {}
+    for i, (name, make) in enumerate(makers):
+        try:
+            plan = make()
+            plans.append((i, name, plan, 0 if plans and stop() else pricer.constraints(plan)))
+        except (PlanError, BatchError) as e:
+            out[i] = Candidate(name, None, e.message)
+    # The one with the most constraints first: the others' may stand in its lowered program.
+    for k, (i, name, plan, _) in enumerate(sorted(plans, key=lambda found: -found[3])):
+        if k and stop():
+            out[i] = Candidate(name, None, "the time for planning was up")
             continue
         if progress is not None:
             progress(name)
         try:
-            out.append(Candidate(name, pricer(make())))
+            out[i] = Candidate(name, pricer(plan))
         except (PlanError, BatchError) as e:
-            out.append(Candidate(name, None, e.message))
-    return out
+            out[i] = Candidate(name, None, e.message)
+    return [out[i] for i in sorted(out)]
 
 
 def tier_names(cluster: Cluster) -> dict[int, str]:
     return {t.size: t.name for t in cluster.tiers}
 
 
+@seldom_collected()
 def choose(
     program: Program,
     cluster: Cluster,

@@ -22,7 +22,7 @@ from lensjax.cost.memory import temporaries, workspace_of
 from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
 from lensjax.partition.flops import flops
-from lensjax.partition.fusion import ALIASES, FREE, Fusion, fuse, sources
+from lensjax.partition.fusion import ALIASES, FREE, Fusion, Fusions, sources
 from lensjax.partition.text import named_list
 from lensjax.partition.whole import Whole
 from lensjax.partition.work import Worker
@@ -101,6 +101,7 @@ class _Maker:
         self.program, self.whole, self.device = program, unsplit, device
         self.bandwidth, self.launch = bandwidth, launch
         self.values = unsplit.values
+        self.fusions = Fusions(self.values)
         self.dims = self._padded()
         invars = unsplit.body.arguments
         self.inputs = frozenset(
@@ -175,7 +176,7 @@ class _Maker:
     def make(self) -> Tables:
         body = self.whole.body
         self.body(body, 0)
-        p = Partitioned({}, self.values, body, Region(1, ()), {}, 0)
+        p = Partitioned({}, self.values, body, Region(1, ()), {}, 0, self.fusions)
         alive = self.liveness(p)
         rows = [np.zeros(len(self.classes)) for _ in self.kernels]
         for row, k in zip(rows, self.kernels):
@@ -219,7 +220,7 @@ class _Maker:
         )
 
     def body(self, body: Body, region: int) -> None:
-        model = fuse(body, self.values)
+        model = self.fusions(body)
         inside = region > 0
         for node in body.nodes:
             if node.bodies:
@@ -236,7 +237,7 @@ class _Maker:
             self.kernel(node, model, region, inside)
 
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
-        op = Worker(self.values, ()).operation(node, model, 1)
+        op = Worker(self.fusions, ()).operation(node, model, 1)
         computes = multiplies(op) or node.name in ("stablehlo.gather", "stablehlo.scatter")
         moved = sources(node, self.values, model)
         for v in node.outputs:
