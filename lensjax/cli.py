@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             from rich.console import Console
 
-            console = Console()
+            # Into a file or a pipe rich would write 80 columns; a terminal, or COLUMNS, says what it has.
+            console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
             for item in result.show:
                 console.print(item)
         return result.status

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     if args.list:
         return _catalogue()
+    _check(args)
     cluster, breaking = _cluster(args)
     from lensjax.topology import mesh, show
 
@@ -58,6 +59,22 @@ def run(args: argparse.Namespace) -> Result:
         "files": files,
     }
     return Result(data, show.renderables(cluster, placed, breaking, traffic, files))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be said to be wrong before any work."""
+    if args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes}", hint="at least 1")
+    kind = args.read[0] if args.read else None
+    if args.nodes > 1 and kind not in ("nvidia-smi", "nccl-xml"):
+        raise UsageError("--nodes is for --read nvidia-smi and nccl-xml", hint="elsewhere the spec or the text tells")
+    if args.machine and kind is None:
+        raise UsageError("--machine is for --read", hint=f"lensjax topo {args.machine} shows the machine itself")
+    for option, path, endings in (("--png", args.png, (".png",)), ("--save", args.save, (".yaml", ".yml", ".json"))):
+        if path and (Path(path).suffix not in endings or not Path(path).name.strip(".")):
+            raise UsageError(f"{option} {path!r}", hint=f"a file that ends in {' or '.join(endings)}")
+        if path and not Path(path).parent.is_dir():
+            raise UsageError(f"{option}: no folder {str(Path(path).parent)!r} to write {path!r} in")
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Any, tuple]:
@@ -88,9 +105,9 @@ def _read(args: argparse.Namespace) -> tuple[Any, tuple]:
     if kind in ("ibnetdiscover", "slurm") and not args.machine:
         raise UsageError(f"--read {kind} needs --machine", hint="what a node is, e.g. --machine dgx-h100")
     if kind == "nvidia-smi":
-        found = nvidia_smi.discover(text, args.machine, args.nodes)
+        found = nvidia_smi.discover(text, _device(args.machine), args.nodes)
     elif kind == "nccl-xml":
-        found = nccl_xml.discover(text, args.machine, args.nodes)
+        found = nccl_xml.discover(text, _device(args.machine), args.nodes)
     elif kind == "ibnetdiscover":
         found = ibnet.discover(text, args.machine)
     elif kind == "kubernetes":
@@ -100,17 +117,27 @@ def _read(args: argparse.Namespace) -> tuple[Any, tuple]:
     return found.cluster, found.breaking
 
 
+def _device(name: str | None) -> str | None:
+    """The catalogue's device by its own name, or as that of a machine."""
+    from lensjax.topology import catalogue
+
+    named = None if name is None else catalogue.find_machine(name)
+    return name if named is None else str(named.data["device"])
+
+
 def _numbers(text: str, option: str, kind: type) -> dict[str, Any]:
     """{"data": 32, "model": 8} from "data=32,model=8"."""
-    result = {}
+    result, example = {}, "data=32,model=8" if kind is int else "data=1e9,model=9e9"
     for part in text.split(","):
         name, equal, value = part.strip().partition("=")
+        if name in result:
+            raise UsageError(f"{option} {text!r}: {name!r} stands twice", hint="each axis once")
         try:
             result[name] = kind(value)
         except ValueError:
             equal = ""
         if not (name and equal):
-            raise UsageError(f"{option} {text!r}: {part!r}", hint=f'e.g. {option} "data=32,model=8"')
+            raise UsageError(f"{option} {text!r}: {part!r}", hint=f'e.g. {option} "{example}"')
     return result
 
 

@@ -24,7 +24,7 @@ from lensjax.program.program import Program
 from lensjax.search.cache import PlanCache, key_of
 from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.compressed import compressed
-from lensjax.search.judged import by_judging, judged
+from lensjax.search.judged import by_judging, judged, priced_by
 from lensjax.search.presets import pinned, preset
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.judge import judge
@@ -179,6 +179,7 @@ def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: S
             names=[given] if given is not None else None,
             progress=_progress(options.report),
         )
+        choice = compressed(choice, program, cluster, options.compress, priced_by(judge_), _progress(options.report))
         plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
         return dataclasses.replace(choice, plan=plan)
     plan = _given(program, cluster, given, pins, judge_)

@@ -73,16 +73,13 @@ def table(choice: Choice) -> Table:
         box=None,
         pad_edge=False,
     )
-    out.columns[0].overflow = "fold"  # a name that is cut short names no plan
-    for column in out.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    _names_first(out, choice)
     for c in sorted(choice.candidates, key=lambda c: (not c.fits(choice.memory), c.step_s)):
         p = c.plan.predicted if c.plan is not None else None
         if p is None:
             continue  # said below the table, where there is room for the reason
-        mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
         out.add_row(
-            c.name + mark,
+            _name(c, choice),
             duration(p.step_s),
             duration(p.detail.get("compute", 0.0)),
             duration(p.detail.get("exposed", 0.0)),
@@ -100,19 +97,32 @@ _KINDS = ("parameter", "optimizer", "results", "activations", "communication", "
 def held(choice: Choice) -> Table | None:
     """What holds memory at the peak, in the chosen plan and in each preset: where they differ."""
     rows = [c for c in choice.candidates if c.plan is not None and c.plan.predicted is not None]
-    rows = [c for c in rows if not c.searched or c.plan == choice.plan]
+    rows = [c for c in rows if not c.searched or c.name == choice.plan.name]
     if len(rows) < 2:
         return None
-    out = Table("bytes at the peak", *_KINDS, "other", box=None, pad_edge=False)
-    out.columns[0].overflow = "fold"
+    memory = [c.plan.predicted.memory for c in rows]  # type: ignore[union-attr]
+    # A kind that is little under every plan goes to the rest: eight columns fit no terminal.
+    shown = [k for k in _KINDS if any(m.get(k, 0.0) >= 0.05 * sum(m.values()) for m in memory)]
+    out = Table("bytes at the peak", *shown, "other", box=None, pad_edge=False)
+    _names_first(out, choice)
+    for c, m in zip(rows, memory):
+        rest = sum(v for k, v in m.items() if k not in shown)
+        out.add_row(_name(c, choice), *[size(m.get(k, 0.0)) for k in shown], size(rest))
+    return out
+
+
+def _name(c: Candidate, choice: Choice) -> str:
+    """With a mark that is never parted from it where it is the chosen one's."""
+    return c.name + ("\u00a0<" if c.plan is not None and c.plan.name == choice.plan.name else "")
+
+
+def _names_first(out: Table, choice: Choice) -> None:
+    """In a narrow terminal a long name takes several lines; it is neither cut short (then it names no plan) nor gives
+    way to the numbers."""
+    longest = max((len(_name(c, choice)) for c in choice.candidates), default=0)
+    out.columns[0].overflow, out.columns[0].min_width = "fold", min(13, longest)
     for column in out.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    for c in rows:
-        memory = c.plan.predicted.memory  # type: ignore[union-attr]
-        other = sum(v for k, v in memory.items() if k not in _KINDS)
-        mark = " <" if c.plan is not None and c.plan.name == choice.plan.name else ""
-        out.add_row(c.name + mark, *[size(memory.get(k, 0.0)) for k in _KINDS], size(other))
-    return out
 
 
 def refused(choice: Choice) -> Flow | None:

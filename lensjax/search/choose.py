@@ -21,7 +21,7 @@ from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.grammar import AXES
 from lensjax.plan.levels import parse
 from lensjax.plan.pins import Pin, check_applicable
-from lensjax.plan.plan import Plan, Predicted
+from lensjax.plan.plan import Micro, Plan, Predicted
 from lensjax.program.program import Program
 from lensjax.search.build import NAMES, SEARCHED
 from lensjax.search.levels import levels
@@ -35,6 +35,8 @@ from lensjax.topology.cluster import Cluster
 ROUNDS = 3
 # Plans that do not fit, fastest first, that are tried with recompute and offload.
 RECOMPUTED = 3
+# Where nothing fits even so: into how many pieces each device's part of the batch is cut.
+MICRO_BATCHES = (2, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,8 @@ def choose(
     found, proposal = _search(problem, pricer, propose, candidates, progress)
     candidates = sorted([*found, *candidates], key=_rank)
     candidates = sorted([*candidates, *_with_levels(candidates, pricer, limit, stop)], key=_rank)
+    if not any(c.fits(limit) for c in candidates):
+        candidates = sorted([*candidates, *_in_micro_batches(candidates, pricer, limit, stop, progress)], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -260,6 +264,33 @@ def _with_levels(
     return out
 
 
+def _in_micro_batches(
+    candidates: Sequence[Candidate],
+    pricer: Pricer,
+    limit: float,
+    stop: Callable[[], bool],
+    progress: Callable[[str], None] | None,
+) -> list[Candidate]:
+    """The fastest plans in as few micro-batches as fit: when nothing fits else, a device goes through its part of the
+    batch piece by piece. What a step does not let do (see `Program.split`) keeps its reason."""
+    out: list[Candidate] = []
+    for c in [c for c in candidates if c.plan is not None][:RECOMPUTED]:
+        assert c.plan is not None and c.plan.predicted is not None
+        held = c.plan.predicted.peak_bytes
+        for count in MICRO_BATCHES:
+            if stop():
+                return out
+            name = f"{c.name} in {count} micro-batches"
+            plan = c.plan.replace(micro=Micro(count), name=name)
+            (made,) = price_all([(name, lambda plan=plan: plan)], pricer, progress)
+            out.append(made)
+            now = made.plan.predicted.peak_bytes if made.plan is not None and made.plan.predicted is not None else held
+            if now >= held or made.fits(limit):
+                break  # each piece's gradients are summed whole: split parameters may gain less than that costs
+            held = now
+    return out
+
+
 def _rank(candidate: Candidate) -> tuple[float, float]:
     """The faster first, and of two that are equally fast the one that holds less."""
     p = candidate.plan.predicted if candidate.plan is not None else None
@@ -288,7 +319,8 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
         f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
         f"  the largest state tensors per device:\n{largest}",
-        hint="use more devices, or a smaller batch or sequence (recomputing the layers was tried, and is not enough); "
+        hint="use more devices, or a smaller batch or sequence (recomputing layers and micro-batches were tried, and "
+        "are not enough); "
         + (
             f"memory={plan.predicted.peak_bytes:.3g} takes {nearest.name} all the same"
             if nearest.searched

@@ -93,3 +93,15 @@ def by_judging(
         raise nothing_fits(program, found, limit)
     assert fitting[0].plan is not None
     return Choice(fitting[0].plan, tuple(found), limit)
+
+
+def priced_by(judge: Judge) -> Judge:
+    """A judge that says of a plan that it cannot compile why, as a plan that does not apply."""
+
+    def of(plan: Plan) -> Plan:
+        try:
+            return judge(plan)
+        except (CompileError, UnsupportedJax) as e:
+            raise PlanError(e.message, hint=e.hint) from e
+
+    return of

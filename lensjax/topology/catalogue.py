@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,8 +19,11 @@ from typing import Any
 
 from lensjax._errors import ClusterError
 from lensjax.topology import schema
+from lensjax.topology.check import MOST_SLOTS
 from lensjax.topology.cluster import Cluster, Device
 
+_GRAMMAR = "e.g. dgx-h100:32, tpu-v5p:4x4x8, cpu:2x4"
+_COUNTS = re.compile(r"[1-9][0-9]{0,9}(x[1-9][0-9]{0,9})*")
 _EXTRA = ("about", "unit", "torus", "aliases")
 
 
@@ -84,41 +88,54 @@ def machines() -> dict[str, Machine]:
     return result
 
 
+def find_machine(name: str) -> Machine | None:
+    """A machine by name or alias, or None."""
+    return next((m for m in machines().values() if name == m.name or name in m.data.get("aliases", ())), None)
+
+
 def machine(name: str) -> Machine:
     """A machine by name or alias. Raises ClusterError with close names."""
-    for found in machines().values():
-        if name == found.name or name in found.data.get("aliases", ()):
-            return found
-    raise ClusterError(f"no machine {name!r} in the catalogue", hint=_close(name, [*machines(), "cpu"]))
+    found = find_machine(name)
+    if found is None:
+        raise ClusterError(f"no machine {name!r} in the catalogue", hint=_close(name, [*machines(), "cpu"]))
+    return found
 
 
 def _close(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, 3)
+    inside = [n for n in names if name and (name.lower() in n.lower() or n.lower() in name.lower())]
+    close = inside[:3] or difflib.get_close_matches(name, names, 3)
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
 
 
 def parse_spec(spec: str | Path) -> Cluster:
     """See Cluster.parse. Raises ClusterError that shows the grammar."""
-    text = str(spec)
+    if not isinstance(spec, str | Path):
+        raise ClusterError(f"cluster {spec!r}: expected a spec or a path", hint=_GRAMMAR)
+    text = str(spec).strip()
     path = Path(text)
     if isinstance(spec, Path) or path.suffix in (".yaml", ".yml", ".json"):
         return _from_path(path)
-    name, colon, counts = text.partition(":")
-    try:
-        factors = tuple(int(f) for f in counts.split("x")) if colon else None
-    except ValueError:
-        factors = (0,)
-    if factors and min(factors) < 1:
+    if "/" in text or path.is_file():
         raise ClusterError(
-            f"cluster {text!r}: {counts!r} is no number of devices", hint="e.g. dgx-h100:32, tpu-v5p:4x4x8, cpu:2x4"
+            f"cluster {text!r}: no spec and no cluster file", hint=f"a file ends in .yaml or .json; {_GRAMMAR}"
         )
+    name, colon, counts = text.partition(":")
+    if colon and not _COUNTS.fullmatch(counts):
+        raise ClusterError(f"cluster {text!r}: {counts!r} is no number of devices", hint=_GRAMMAR)
+    factors = tuple(int(f) for f in counts.split("x")) if colon else None
+    if math.prod(factors or ()) > MOST_SLOTS:
+        raise ClusterError(f"cluster {text!r} is too large", hint=f"at most {MOST_SLOTS:,} devices")
+    name = name.strip().lower()
     return _cpu(factors or (8,)) if name == "cpu" else make(machine(name), factors)
 
 
 def _from_path(path: Path) -> Cluster:
     if not path.is_file():
         raise ClusterError(f"no cluster file {str(path)!r}", hint="or a machine of the catalogue, e.g. dgx-h100:32")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ClusterError(f"cannot read {str(path)!r}: {e}", hint="a text file in UTF-8") from e
     return schema.load_json(text, path.name) if path.suffix == ".json" else schema.load_yaml(text, path.name)
 
 
@@ -146,11 +163,8 @@ def _nodes(found: Machine, factors: tuple[int, ...] | None) -> list[dict[str, An
     total, tiers = units * used, []
     for tier in found.data["tiers"]:
         size = total if tier["size"] == "all" else int(tier["size"])
-        size = (
-            size * used // unit
-            if size % unit == 0 and tier["size"] != "all"
-            else min(size, used if size < unit else size)
-        )
+        if tier["size"] != "all":  # inside a unit at most the devices used; outside, that many of each unit
+            size = min(size, used) if size < unit else size // unit * used
         tiers.append({**tier, "size": min(size, total)})
         if size >= total:
             break
@@ -161,14 +175,18 @@ def _torus(found: Machine, factors: tuple[int, ...] | None) -> list[dict[str, An
     rank = int(found.data["torus"]["rank"])
     slices, shape = _slices(found, factors or (1,), rank)
     ici, dcn = found.data["tiers"]
-    wraps = [_wraps(n, found.data["torus"]) for n in shape]
+    wraps = _wraps(shape, found.data["torus"])
     size = math.prod(shape)
     tiers = [{**ici, "size": size, "shape": list(shape), "wrap": wraps}]
     return tiers if slices == 1 else [*tiers, {**dcn, "size": size * slices}]
 
 
-def _wraps(length: int, torus: Mapping[str, Any]) -> bool:
-    return length > 1 and length % int(torus["wrap_multiple"]) == 0
+def _wraps(shape: Sequence[int], torus: Mapping[str, Any]) -> list[bool]:
+    """Which sides close: those of a multiple of `wrap_multiple`; with `cubes` only where every side is one, as the
+    optical switches join whole cubes.
+    """
+    closed = [n > 1 and n % int(torus["wrap_multiple"]) == 0 for n in shape]
+    return closed if all(closed) or not torus.get("cubes", False) else [False] * len(shape)
 
 
 def _slices(found: Machine, factors: tuple[int, ...], rank: int) -> tuple[int, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from lensjax._errors import ClusterError
 
-KINDS = ("switch", "mesh", "ring", "torus")
+KINDS = ("switch", "mesh", "torus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Tier:
     one device alone may reach `bandwidth * nic_sharing`. `latency`: seconds per hop for a small message.
     `oversubscription`: capacity below over capacity above (1 = full bisection). `multicast`: the switch reduces and
     multicasts (NVLS, SHARP). `takes_cores`: a collective on it occupies compute cores. `full_duplex`: both directions
-    at once. `kind`: switch (any pair at full rate), mesh (a link to each peer), ring, or torus (then `shape`, and
-    `wrap` per dimension). `sources`: field name -> where the number comes from.
+    at once. `kind`: switch (any pair at full rate), mesh (a link to each peer) or torus (then `shape`, and `wrap` per
+    dimension); only the innermost tier may be other than a switch. `sources`: field name -> where the number comes
+    from.
     """
 
     name: str
@@ -53,15 +55,25 @@ class Tier:
         where = f"tier {self.name!r}"
         if self.size < 1 or self.nic_sharing < 1:
             raise ClusterError(f"{where}: size {self.size} and nic_sharing {self.nic_sharing} must be at least 1")
-        if not (self.bandwidth > 0 and self.latency >= 0 and self.oversubscription >= 1):
+        numbers = (self.bandwidth, self.latency, self.oversubscription)
+        if not (self.bandwidth > 0 and self.latency >= 0 and self.oversubscription >= 1 and max(numbers) < math.inf):
             raise ClusterError(
                 f"{where}: bandwidth {self.bandwidth}, latency {self.latency}, oversubscribed {self.oversubscription}",
-                hint="bandwidth must be positive, latency at least 0, oversubscription at least 1",
+                hint="bandwidth must be positive, latency at least 0, oversubscription at least 1, all finite",
             )
         if self.kind not in KINDS:
-            raise ClusterError(f"{where}: kind {self.kind!r}", hint=f"one of {', '.join(KINDS)}")
-        if self.kind == "torus" and (np.prod(self.shape or (0,)) != self.size or len(self.wrap) != len(self.shape)):
-            raise ClusterError(f"{where}: a torus of {self.size} with shape {self.shape} and wrap {self.wrap}")
+            torus = "; a ring is a torus with one side" if self.kind == "ring" else ""
+            raise ClusterError(f"{where}: kind {self.kind!r}", hint=f"one of {', '.join(KINDS)}{torus}")
+        if self.kind != "torus" and (self.shape or self.wrap):
+            raise ClusterError(
+                f"{where}: shape {self.shape} on a {self.kind}", hint="only a torus has a shape and wrap"
+            )
+        fits = math.prod(self.shape or (0,)) == self.size and len(self.wrap) == len(self.shape)
+        if self.kind == "torus" and (not fits or min(self.shape) < 1):
+            raise ClusterError(
+                f"{where}: a torus of {self.size} with shape {self.shape} and wrap {self.wrap}",
+                hint="sides that multiply to its size, and true or false for each: does it close?",
+            )
 
     @property
     def usable(self) -> float:
@@ -87,6 +99,17 @@ class Device:
     host_memory: float = 0.0
     kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self):
+        where = f"device {self.name!r}"
+        positive = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth, **self.peak}
+        bad = {k: v for k, v in positive.items() if not 0 < v < math.inf}
+        bad |= {k: v for k, v in self.achievable.items() if not 0 < v <= 1}
+        if bad:
+            raise ClusterError(
+                f"{where}: {', '.join(f'{k} {v}' for k, v in bad.items())}",
+                hint="memory, its bandwidth and peaks are above 0, achievable fractions at most 1",
+            )
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak FLOP/s for a dtype name; a dtype the device lacks runs at float32's rate (V100 has no

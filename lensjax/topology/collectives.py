@@ -116,8 +116,8 @@ def wire_bytes(cluster: Cluster, op: str, groups: Any, nbytes: float, *, algorit
 
 def _sizes(nbytes: Any) -> np.ndarray:
     sizes = np.asarray(nbytes, float)
-    if not (sizes >= 0).all():
-        raise ClusterError(f"bytes must be at least 0; found {sizes.min()}")
+    if not ((sizes >= 0) & (sizes < np.inf)).all():
+        raise ClusterError(f"bytes must be at least 0 and finite; found {sizes[~((sizes >= 0) & (sizes < np.inf))][0]}")
     return sizes
 
 

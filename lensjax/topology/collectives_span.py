@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lensjax._errors import ClusterError
+from lensjax.topology import loads
 from lensjax.topology.cluster import Cluster
 from lensjax.topology.collectives_fabric import share_of_links, torus_extents
 
@@ -50,7 +51,12 @@ class Span:
 
 def as_groups(cluster: Cluster, groups: Any) -> np.ndarray:
     """int [groups, members], checked: ids of this cluster, each device once in a group. A flat list is one group."""
-    ids = np.atleast_2d(np.asarray(groups))
+    try:
+        ids = np.atleast_2d(np.asarray(groups))
+    except ValueError:
+        raise ClusterError(
+            "groups of different sizes", hint="price each size by itself: groups that run at once have as many members"
+        ) from None
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ClusterError(
             f"groups must be whole numbers [groups, members]; found shape {ids.shape}, {ids.dtype}",
@@ -74,7 +80,7 @@ def span(cluster: Cluster, groups: Any) -> Span:
     sizes = [1, *(t.size for t in cluster.tiers)]
     units = np.stack([_distinct(slots // size) for size in sizes], axis=1)
     torus = torus_extents(cluster.tiers[0], slots)
-    egress = np.stack([_egress(cluster, t, ids, units) for t in range(len(cluster.tiers))], axis=1)
+    egress = np.stack([loads.egress(cluster, t, ids) for t in range(len(cluster.tiers))], axis=1)
     egress[:, 0] *= share_of_links(cluster, units[:, 0] // np.maximum(units[:, 1], 1), torus)
     rows = np.unique(np.concatenate([units, torus, egress], axis=1), axis=0)
     u, d = units.shape[1], torus.shape[1]
@@ -85,27 +91,6 @@ def _distinct(values: np.ndarray) -> np.ndarray:
     """Distinct values in each row: int [rows, n] -> int [rows]."""
     ordered = np.sort(values, axis=1)
     return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1)
-
-
-def _egress(cluster: Cluster, tier: int, ids: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Bytes/s at which each group leaves its tightest unit through `tier`; infinite for groups that stay inside."""
-    leaves = units[:, tier] > 1
-    if not leaves.any():
-        return np.full(len(ids), np.inf)
-    link, below = cluster.tiers[tier], 1 if tier == 0 else cluster.tiers[tier - 1].size
-    bandwidth = cluster.bandwidth_of(tier) * (1.0 if link.full_duplex else 0.5)
-    unit_of = cluster.slots // below
-    capacity = np.bincount(unit_of, weights=bandwidth)
-    unit = unit_of[ids]
-    busy = np.bincount(unit[leaves].ravel(), minlength=len(capacity))
-    # One key per (group, unit): members of the group in the unit, and what their own NICs reach with the others idle.
-    key = np.arange(len(ids))[:, None] * len(capacity) + unit
-    keys, inverse, mine = np.unique(key, return_inverse=True, return_counts=True)
-    alone = np.bincount(inverse.ravel(), weights=bandwidth[ids].ravel()) * link.nic_sharing
-    shared = capacity[keys % len(capacity)] * mine / np.maximum(busy[keys % len(capacity)], 1)
-    result = np.full(len(ids), np.inf)
-    np.minimum.at(result, keys // len(capacity), np.minimum(alone, shared))
-    return np.where(leaves, result, np.inf)
 
 
 def hop_rates(cluster: Cluster, groups: Any) -> tuple[np.ndarray, np.ndarray]:

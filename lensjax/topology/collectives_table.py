@@ -22,6 +22,7 @@ from lensjax.topology.collectives_systems import describe
 COLUMNS = ("system", "intra/inter", "op", "n_gpus", "bytes", "algbw_GBps", "busbw_GBps", "notes")
 RATE_SIZE = 2.0**30  # a row without a size states a large-message rate: taken at 1 GiB
 _MIDDLE = 2.0**26  # Galvatron's profile: its own timed rows reach the stated rates at 32 to 64 MiB
+_QUOTE = 'as many cells as columns; a cell with a comma stands in "quotes"'
 _OPS = {"p2p": "permute", "sendrecv": "permute", "alltoall": "all_to_all"}
 
 
@@ -63,13 +64,25 @@ def read_table(path: str | Path) -> list[Row]:
     """All rows of a CSV file. Raises ClusterError with the line of a row that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as e:
-        raise ClusterError(f"cannot read {str(path)!r}: {e.strerror}", hint="a CSV file with a header") from e
+    except (OSError, UnicodeDecodeError) as e:
+        said = e.strerror if isinstance(e, OSError) else "not text in UTF-8"
+        raise ClusterError(f"cannot read {str(path)!r}: {said}", hint="a CSV file with a header") from e
     reader = csv.DictReader(text.splitlines())
     missing = [c for c in COLUMNS if c not in (reader.fieldnames or ()) and c != "notes"]
     if missing:
         raise ClusterError(f"{path}: no column {', '.join(missing)}", hint=f"the columns are {', '.join(COLUMNS)}")
-    return [_row(line, {k: v or "" for k, v in raw.items() if k}) for line, raw in enumerate(reader, start=2)]
+    rows = []
+    try:
+        for raw in reader:
+            # A row with cells too many has them under None, one with cells too few has None in them.
+            if None in raw or any(raw[c] is None for c in COLUMNS if c != "notes"):
+                raise ClusterError(f"line {reader.line_num}: cells for other columns than the header's", hint=_QUOTE)
+            rows.append(_row(reader.line_num, {k: v or "" for k, v in raw.items()}))
+    except csv.Error as e:
+        raise ClusterError(f"line {reader.line_num}: {e}", hint=_QUOTE) from e
+    if not rows:
+        raise ClusterError(f"{path}: no rows below the header", hint="one line for each measurement")
+    return rows
 
 
 def _row(line: int, raw: dict[str, str]) -> Row:
@@ -78,8 +91,12 @@ def _row(line: int, raw: dict[str, str]) -> Row:
         size, rate, bus = (float(raw[c]) if raw[c] else None for c in ("bytes", "algbw_GBps", "busbw_GBps"))
     except ValueError as e:
         raise ClusterError(f"line {line}: {e}", hint="n_gpus, bytes and the bandwidths are plain numbers") from e
-    if devices < 1 or (size or 0) < 0:
-        raise ClusterError(f"line {line}: {devices} devices, {size} bytes")
+    numbers = {"n_gpus": devices - 1, "bytes": size or 0, "algbw_GBps": rate or 0, "busbw_GBps": bus or 0}
+    wrong = next((c for c, v in numbers.items() if not 0 <= v < 1e18), None)
+    if wrong is not None:
+        raise ClusterError(f"line {line}: {wrong} {raw[wrong]}", hint="at least one device; sizes and rates from 0 up")
+    if raw["intra/inter"].strip() not in ("intra", "inter"):
+        raise ClusterError(f"line {line}: intra/inter is {raw['intra/inter']!r}", hint="intra (one node) or inter")
     op = _OPS.get(raw["op"].strip().lower(), raw["op"].strip().lower())
     if rate is None and bus is not None and devices > 1:
         rate = bus / bus_factor(op, devices)

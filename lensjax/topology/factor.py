@@ -47,8 +47,9 @@ class _States:
 
 def best_splits(
     cluster: Cluster, frame: Sequence[Level], used: Sequence[int], sizes: Sequence[int], nbytes: Sequence[float]
-) -> tuple[list[Split], float] | None:
-    """The splits of each level with the least predicted seconds, and those; None when no matrix of factors exists.
+) -> list[list[Split]]:
+    """The splits of each level, of at most KEEP matrices with the least seconds by link load, best first; none when no
+    matrix of factors exists.
 
     `used`: how much of each level is taken; `sizes`, `nbytes`: per axis its size and the bytes each device sends on
     it.
@@ -57,12 +58,12 @@ def best_splits(
     zeros = np.zeros((1, len(axes)))
     states = _States(np.ones((1, len(axes)), int), zeros, zeros, zeros, np.zeros(1, int), np.zeros(1, int))
     for i, (level, length) in enumerate(zip(frame, used)):
-        splits = _splits(length, tuple(sizes), ordered=level.dim is not None)
+        splits = _splits(length, tuple(sizes), ordered=level.dim is not None or level.joined)
         if level.dim is None:
             _leave(states, axes, traffic, cluster, level)
         states = _extend(states, axes, splits, level, cluster, length)
         if len(states.inner) == 0:
-            return None
+            return []
         if level.dim is not None and (i + 1 == len(frame) or frame[i + 1].dim is None):
             _close_torus(states, traffic)
         elif level.dim is None and cluster.tiers[level.tier].kind == "mesh" and i == 0:
@@ -73,7 +74,8 @@ def best_splits(
 
 
 def _splits(length: int, sizes: tuple[int, ...], ordered: bool) -> list[Split]:
-    """All ways to split a level's length among the axes; on a torus also every nesting, as it decides the strides."""
+    """All ways to split a level's length among the axes; `ordered`: also every nesting, as on a torus it decides the
+    strides, and on joined tiers who crosses the seam."""
     result = []
 
     def extend(factors: tuple[int, ...], rest: int) -> None:
@@ -155,14 +157,15 @@ def _score(states: _States) -> np.ndarray:
     return states.worst.sum(axis=1) + _TIE * states.total.sum(axis=1)
 
 
-def _trace_back(history: list[tuple[_States, list[Split]]]) -> tuple[list[Split], float]:
-    last = history[-1][0]
-    row = int(np.argmin(_score(last)))
-    seconds, chosen = float(last.worst[row].sum()), []
-    for states, splits in reversed(history):
-        chosen.append(splits[int(states.choice[row])])
-        row = int(states.parent[row])
-    return chosen[::-1], seconds
+def _trace_back(history: list[tuple[_States, list[Split]]]) -> list[list[Split]]:
+    found = []
+    for row in np.argsort(_score(history[-1][0]), kind="stable").tolist():
+        chosen = []
+        for states, splits in reversed(history):
+            chosen.append(splits[int(states.choice[row])])
+            row = int(states.parent[row])
+        found.append(chosen[::-1])
+    return found
 
 
 def arrange(slots: np.ndarray, splits: Sequence[Split], sizes: Sequence[int]) -> np.ndarray:

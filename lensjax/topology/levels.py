@@ -15,11 +15,14 @@ from lensjax.topology.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """`length` subgroups side by side on tier number `tier`; `dim` is the torus dimension, None elsewhere."""
+    """`length` subgroups side by side on tier number `tier`; `dim` is the torus dimension, None elsewhere; `joined`:
+    several tiers read as one, so that the order of the subgroups matters.
+    """
 
     length: int
     tier: int
     dim: int | None = None
+    joined: bool = False
 
 
 def levels(cluster: Cluster) -> list[Level]:
@@ -55,7 +58,7 @@ def variants(cluster: Cluster) -> list[list[Level]]:
 
 def _joined(cluster: Cluster, parts: list[Level]) -> Level:
     slowest = min(parts, key=lambda level: cluster.tiers[level.tier].usable)
-    return Level(int(np.prod([level.length for level in parts])), slowest.tier)
+    return Level(int(np.prod([level.length for level in parts])), slowest.tier, joined=True)
 
 
 def frames(frame: list[Level], count: int) -> list[tuple[int, ...]]:

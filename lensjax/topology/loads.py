@@ -3,8 +3,9 @@
 An axis of a mesh is a set of groups that all communicate at once. The unit of traffic is bytes that one device sends
 along the axis per step (ring factor included), so a ring carries that many bytes over each of its hops. A group that
 is only partly inside a subtree crosses the subtree's links once in each direction, however many members it has inside
-(ring embedding, as NCCL builds it: nccl src/graph/rings.cc). The time of an axis is its most loaded link's; axes run
-one after the other. Latency is left out: it depends on how many collectives the traffic comes in, not on the order of
+(ring embedding, as NCCL builds it: nccl src/graph/rings.cc), over the links of those members: a single group that
+leaves a rack has its own devices' NICs, not the rack's. The time of an axis is its slowest group's; axes run one after
+the other. Latency is left out: it depends on how many collectives the traffic comes in, not on the order of
 devices.
 """
 
@@ -30,19 +31,31 @@ def seconds(cluster: Cluster, order: np.ndarray, traffic: Mapping[str, float], a
 
 def axis_seconds(cluster: Cluster, groups: np.ndarray, nbytes: float) -> float:
     """Seconds for all `groups` (int [groups, members], device ids) at once when each device sends `nbytes`."""
+    return max(_by_tier(cluster, groups, nbytes))
+
+
+def busy_seconds(cluster: Cluster, order: np.ndarray, traffic: Mapping[str, float], axes: Mapping[str, int]) -> float:
+    """As `seconds`, but summed over the tiers where that takes the slowest: of two orders that are equally fast the
+    one that leaves the other tiers free has less.
+    """
+    groups = (axis_groups(order, i) for i in range(len(axes)))
+    return sum(sum(_by_tier(cluster, g, traffic.get(a, 0.0))) for a, g in zip(axes, groups))
+
+
+def _by_tier(cluster: Cluster, groups: np.ndarray, nbytes: float) -> list[float]:
+    """Seconds on each tier."""
     if groups.shape[1] == 1 or nbytes == 0:
-        return 0.0
-    slots, worst, inner = cluster.slots[groups], 0.0, 1
+        return [0.0]
+    result, inner = [], 1
     for index, tier in enumerate(cluster.tiers):
         if tier.kind == "torus":
-            worst = max(worst, _on_torus(cluster, index, slots, nbytes))
+            result.append(_on_torus(cluster, index, cluster.slots[groups], nbytes))
         else:
-            load, capacity = _uplinks(cluster, index, slots, inner)
-            worst = max(worst, float(np.max(load / capacity)) * nbytes)
+            result.append(nbytes / float(egress(cluster, index, groups).min()))
             if tier.kind == "mesh" and inner == 1:
-                worst = max(worst, nbytes / _direct_rate(tier, slots))
+                result[-1] = max(result[-1], nbytes / _direct_rate(tier, cluster.slots[groups]))
         inner = tier.size
-    return worst
+    return result
 
 
 def rate(tier: Tier) -> float:
@@ -50,23 +63,43 @@ def rate(tier: Tier) -> float:
     return tier.usable if tier.full_duplex else tier.usable / 2
 
 
-def _uplinks(cluster: Cluster, index: int, slots: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per subtree of `inner` slots: how many rings leave it, and its capacity in bytes/s on tier `index`.
+def egress(cluster: Cluster, index: int, groups: np.ndarray) -> np.ndarray:
+    """float [groups]: bytes/s at which each group leaves its tightest subtree over tier `index` when all groups (int
+    [groups, members], device ids) do so at once; infinite for a group that stays inside one.
 
-    Only devices of the mesh lend their links; where some that share a NIC are idle, the others get more of it.
+    Members share their subtree's links alike. None gets more than its NIC has, which is `nic_sharing` times its part:
+    so much it gets where those that share the NIC are idle.
     """
-    tier, count = cluster.tiers[index], -(-cluster.capacity // inner)
-    subtrees = np.sort(slots // inner, axis=1)
+    tier, inner = cluster.tiers[index], cluster.tiers[index - 1].size if index else 1
+    links = cluster.bandwidth_of(index) * (1.0 if tier.full_duplex else 0.5)
+    subtree_of = cluster.slots // inner
+    order = np.argsort(subtree_of[groups], axis=1, kind="stable")
+    ids = np.take_along_axis(groups, order, axis=1)
+    subtrees = subtree_of[ids]
+    leaves = subtrees[:, 0] != subtrees[:, -1]
+    result = np.full(len(groups), np.inf)
+    if not leaves.any():
+        return result
+    ids, subtrees = ids[leaves], subtrees[leaves]
+    first = np.ones(subtrees.shape, bool)  # of a run: the members of one group in one subtree
+    first[:, 1:] = subtrees[:, 1:] != subtrees[:, :-1]
+    starts = np.flatnonzero(first)
+    subtree, mine = subtrees.ravel()[starts], np.diff(np.r_[starts, ids.size])
+    alone = np.add.reduceat(links[ids.ravel()], starts) * tier.nic_sharing
+    capacity = np.bincount(subtree_of, weights=links)
+    busy = np.bincount(subtrees.ravel(), minlength=len(capacity))
+    rates = np.minimum(alone, capacity[subtree] * mine / busy[subtree])
+    result[leaves] = np.minimum.reduceat(rates, np.flatnonzero(starts % ids.shape[1] == 0))
+    return result
+
+
+def _leaving(cluster: Cluster, groups: np.ndarray, inner: int) -> np.ndarray:
+    """int [subtrees]: how many groups are only partly inside each subtree of `inner` slots."""
+    subtrees = np.sort(cluster.slots[groups] // inner, axis=1)
     first = np.ones(subtrees.shape, bool)
     first[:, 1:] = subtrees[:, 1:] != subtrees[:, :-1]
     first &= subtrees[:, :1] != subtrees[:, -1:]
-    links = np.zeros(cluster.capacity)
-    links[cluster.slots] = cluster.bandwidth_of(index) * rate(tier) / tier.usable
-    present = np.bincount(cluster.slots // inner, weights=links[cluster.slots], minlength=count)
-    used = slots.ravel()
-    in_use = np.bincount(used // inner, weights=links[used], minlength=count)
-    capacity = np.minimum(in_use * tier.nic_sharing, present)
-    return np.bincount(subtrees[first], minlength=count), np.where(capacity > 0, capacity, 1.0)
+    return np.bincount(subtrees[first], minlength=-(-cluster.capacity // inner))
 
 
 def _direct_rate(tier: Tier, slots: np.ndarray) -> float:
@@ -108,12 +141,11 @@ def tier_bytes(
     Traffic that goes on to an outer tier counts on the inner ones as well, as it does on their links.
     """
     result, inner = {}, 1
-    for index, tier in enumerate(cluster.tiers):
+    for tier in cluster.tiers:
         total = np.zeros(-(-cluster.capacity // inner))
         for i, axis in enumerate(axes):
             if order.shape[i] > 1:
-                slots = cluster.slots[axis_groups(order, i)]
-                total += _uplinks(cluster, index, slots, inner)[0] * traffic.get(axis, 0.0)
+                total += _leaving(cluster, axis_groups(order, i), inner) * traffic.get(axis, 0.0)
         present = np.bincount(cluster.slots // inner, minlength=len(total))
         result[tier.name] = float(np.max(total / np.maximum(present, 1)))
         inner = tier.size

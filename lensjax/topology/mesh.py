@@ -1,10 +1,9 @@
 """Cluster -> device order -> `jax.sharding.Mesh`: the heaviest traffic on the fastest links.
 
 `place` needs no devices: it searches the regular boxes of the cluster (levels.py) and the ways to split their levels
-among the
-axes (factor.py). Where no box fits (63 devices as 9x7) it fills the devices in the order of the tiers. Damage is
-worked
-around: whole subgroups are left idle so that what is used is regular, and the placement says which devices those are.
+among the axes (factor.py), fills the devices in the order of the tiers as well (63 devices as 9x7 have no box), and
+takes the cheapest order (choice.py). Damage is worked around: whole subgroups are left idle so that what is used is
+regular, and the placement says which devices those are.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import numpy as np
 
 from lensjax._errors import ClusterError
 from lensjax.topology import loads
+from lensjax.topology.choice import cheapest
 from lensjax.topology.cluster import Cluster
 from lensjax.topology.factor import arrange, best_splits
 from lensjax.topology.levels import Level, frames, levels, select, variants
@@ -26,15 +26,19 @@ from lensjax.topology.levels import Level, frames, levels, select, variants
 if TYPE_CHECKING:
     import jax
 
-_Candidate = tuple[float, np.ndarray]  # seconds, device ids in mesh order
+_HEAVIEST, _RATIO = (
+    1e9,
+    1000.0,
+)  # where no traffic is told: bytes per step on the last axis, and over those on the one before
+_MAX_NESTED = 4  # axes of which every nesting is tried
 _MAX_FRAMES = 24  # boxes tried, those that fill the inner tiers first
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a mesh sits. `order`: device ids, int [axis sizes]; `axes`: name -> size; `seconds`: predicted per step
-    for the traffic; `idle`: device ids that are not used; `tiers`: axis -> names of the tiers it runs on; `regular`:
-    False when no box of the cluster had these sizes and devices were filled in order.
+    for the traffic (choice.predicted_seconds); `idle`: device ids that are not used; `tiers`: axis -> names of the
+    tiers it runs on; `regular`: False when the devices are filled in order, on no regular box of the cluster.
     """
 
     order: np.ndarray = dataclasses.field(repr=False)
@@ -54,15 +58,14 @@ def placement(cluster: Cluster, axes: Mapping[str, int], traffic: Mapping[str, f
     """The cheapest placement found of a mesh with these axes.
 
     `axes`: name -> size; one size may be -1, which takes as many devices as can be used regularly. `traffic`: name ->
-    bytes that each device sends along the axis per step; None takes each axis for 8 times heavier than the one before
-    it, as in hand-written meshes, whose last axis is the model's. Raises ClusterError when there are too few devices.
+    bytes that each device sends along the axis per step; None takes 1 GB on the last axis and on each before it a
+    thousandth of the next, as in hand-written meshes, whose last axis is the model's. Raises ClusterError when there
+    are too few devices.
     """
     axes = _complete(cluster, axes)
     nbytes = _traffic(axes, traffic)
-    box, filled = _on_boxes(cluster, axes, nbytes), _filled(cluster, axes, nbytes)
-    # Uneven groups can be cheaper: axes of 3 on slices of 4 cross fewer slices in rank order than spread evenly.
-    regular = box is not None and box[0] <= filled[0] * (1 + 1e-9)
-    seconds, ids = box if box is not None and regular else filled
+    boxes, filled = _on_boxes(cluster, axes, nbytes), _filled(cluster, axes, nbytes)
+    seconds, ids, regular = cheapest(cluster, boxes, filled, nbytes, axes)
     idle = np.setdiff1d(np.arange(cluster.devices), ids)
     tiers = {a: _tiers_of(cluster, ids, i) for i, a in enumerate(axes)}
     return Placement(ids, dict(axes), seconds, tuple(int(i) for i in idle), tiers, regular)
@@ -96,6 +99,9 @@ def make_mesh(
 
 def _complete(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     """The axes with -1 replaced; raises ClusterError when they do not fit."""
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in axes.values()):
+        raise ClusterError(f"mesh axes {dict(axes)}", hint="sizes are whole numbers")
+    axes = {a: int(n) for a, n in axes.items()}
     bad = {a: n for a, n in axes.items() if n < 1 and n != -1}
     free = [a for a, n in axes.items() if n == -1]
     if not axes or bad or len(free) > 1:
@@ -133,31 +139,32 @@ def _has_box(cluster: Cluster, count: int, fixed: int) -> bool:
 
 def _traffic(axes: Mapping[str, int], traffic: Mapping[str, float] | None) -> dict[str, float]:
     if traffic is None:
-        return {a: float(8**i) for i, a in enumerate(axes)}
+        return {a: _HEAVIEST / _RATIO ** (len(axes) - 1 - i) for i, a in enumerate(axes)}
     unknown = [a for a in traffic if a not in axes]
-    if unknown or any(not 0 <= v < math.inf for v in traffic.values()):
+    numbers = all(isinstance(v, int | float | np.number) for v in traffic.values())
+    if unknown or not numbers or any(not 0 <= v < math.inf for v in traffic.values()):
         raise ClusterError(
             f"traffic {dict(traffic)} for axes {list(axes)}", hint="bytes per device, at least 0, of these axes"
         )
     return {a: float(traffic.get(a, 0.0)) for a in axes}
 
 
-def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> _Candidate | None:
-    """(seconds, device ids in mesh order) on the best regular box, or None. Coarser readings only where the plain one
-    has none.
+def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> Iterator[np.ndarray]:
+    """Device ids in mesh order on regular boxes: on the box with the least load on its links every split that the
+    search kept, best first. Coarser readings of the cluster only where the plain one has no box.
     """
-    sizes, weights, best, last = tuple(axes.values()), [nbytes[a] for a in axes], None, None
+    sizes, weights, best = tuple(axes.values()), [nbytes[a] for a in axes], None
     for frame, used in _boxes(cluster, math.prod(sizes)):
-        if best is not None and frame is not last:
+        if best is not None and frame is not best[1]:
             break
         found = best_splits(cluster, frame, used, sizes, weights)
-        slots = None if found is None else select(cluster, frame, used)
-        if found is None or slots is None:
-            continue
-        ids = _ids(cluster, arrange(slots, found[0], sizes))
-        cost = loads.seconds(cluster, ids, nbytes, axes)
-        best, last = (cost, ids) if best is None or cost < best[0] else best, frame
-    return best
+        slots = select(cluster, frame, used) if found else None
+        if slots is not None:
+            load = loads.seconds(cluster, _ids(cluster, arrange(slots, found[0], sizes)), nbytes, axes)
+            best = min(best or (math.inf,), (load, frame, slots, found), key=lambda box: box[0])
+    if best is not None:
+        _, _, slots, found = best
+        yield from (_ids(cluster, arrange(slots, splits, sizes)) for splits in found)
 
 
 def _ids(cluster: Cluster, slots: np.ndarray) -> np.ndarray:
@@ -166,17 +173,18 @@ def _ids(cluster: Cluster, slots: np.ndarray) -> np.ndarray:
     return id_of[slots]
 
 
-def _filled(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> _Candidate:
-    """(seconds, device ids) in the order of their slots, the axes nested in the cheapest of their orders."""
+def _filled(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, float]) -> Iterator[np.ndarray]:
+    """Device ids in the order of their slots, the axes nested in each of their orders, as listed first. Of more than
+    four axes only the lightest outermost besides: their orders are too many.
+    """
     sizes = tuple(axes.values())
     ids = np.argsort(cluster.slots, kind="stable")[: math.prod(sizes)]
-    best = None
-    for nesting in itertools.permutations(range(len(sizes))):
-        array = ids.reshape([sizes[a] for a in nesting]).transpose(np.argsort(nesting))
-        seconds = loads.seconds(cluster, array, nbytes, axes)
-        best = (seconds, array) if best is None or seconds < best[0] else best
-    assert best is not None
-    return best
+    listed, ones = (tuple(i for i, n in enumerate(sizes) if (n == 1) == one) for one in (False, True))
+    weights = list(nbytes.values())
+    few = (listed, tuple(sorted(listed, key=lambda i: weights[i])))
+    for nesting in itertools.permutations(listed) if len(listed) <= _MAX_NESTED else few:
+        nesting = (*ones, *nesting)
+        yield ids.reshape([sizes[a] for a in nesting]).transpose(np.argsort(nesting))
 
 
 def _tiers_of(cluster: Cluster, order: np.ndarray, axis: int) -> tuple[str, ...]:

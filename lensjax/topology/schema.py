@@ -20,6 +20,11 @@ from lensjax.topology import units
 from lensjax.topology.cluster import Cluster, Device, Other, Slow, Tier
 
 SCHEMA = 1
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+DTYPES = (
+    "bfloat16", "float16", "float32", "float64", "tensorfloat32", "float8", "float4", "int8", "int4", "complex64",
+    "complex128",
+)  # fmt: skip
 _TIER_UNITS = {"bandwidth": "bytes/s", "latency": "seconds"}
 _DEVICE_UNITS = {
     "memory": "bytes",
@@ -55,7 +60,7 @@ def cluster_from_dict(data: Mapping[str, Any], where: str = "cluster") -> Cluste
     """The inverse of cluster_to_dict. Raises ClusterError for unknown keys, wrong types and a newer schema."""
     data = dict(_mapping(data, where))
     found = data.pop("schema", SCHEMA)
-    if found != SCHEMA:
+    if found != SCHEMA or isinstance(found, bool | float):
         raise ClusterError(f"{where}: schema {found!r}; this lensjax reads {SCHEMA}", hint="upgrade lensjax")
     _known(data, Cluster, where)
     fields: dict[str, Any] = {"name": _text(data, "name", where)}
@@ -68,7 +73,7 @@ def cluster_from_dict(data: Mapping[str, Any], where: str = "cluster") -> Cluste
         if data.get(key) is not None:
             fields[key] = _each(data[key], _integer, f"{where}.{key}")
     if "notes" in data:
-        fields["notes"] = tuple(str(n) for n in data["notes"])
+        fields["notes"] = _each(data["notes"], lambda note, at: str(note), f"{where}.notes")
     return Cluster(**fields)
 
 
@@ -90,11 +95,26 @@ def device_from(data: Any, where: str) -> Device:
     for key, unit in (("peak", "flops"), ("achievable", "flops")):
         table = _mapping(data.get(key, {}), f"{where}.{key}")
         data[key] = {str(k): units.parse(v, unit, f"{where}.{key}.{k}") for k, v in table.items()}
+    for key in ("peak", "achievable"):
+        _dtypes(data[key], f"{where}.{key}")
     if "float32" not in data["peak"]:
         raise ClusterError(f"{where}.peak has no float32", hint="the rate that a dtype without its own falls back to")
-    data["kinds"] = tuple(str(k) for k in data.get("kinds", ()))
+    if data["platform"] not in PLATFORMS:
+        raise ClusterError(f"{where}.platform: {data['platform']!r}", hint=f"one of {', '.join(PLATFORMS)}")
+    data["kinds"] = _each(data.get("kinds", ()), lambda kind, at: str(kind), f"{where}.kinds")
     data["sources"] = _sources(data, where)
     return Device(**data)
+
+
+def _dtypes(table: Mapping[str, Any], where: str) -> None:
+    """A misspelt dtype would silently run at float32's rate."""
+    for name in table:
+        if name not in DTYPES:
+            close = difflib.get_close_matches(name, DTYPES, 1) or ["bfloat16"] * name.startswith("bf")
+            raise ClusterError(
+                f"{where}: no dtype {name!r}",
+                hint=f"did you mean {close[0]}?" if close else f"one of {', '.join(DTYPES)}",
+            )
 
 
 def _tier(data: Any, where: str) -> Tier:
@@ -109,11 +129,10 @@ def _tier(data: Any, where: str) -> Tier:
     if "oversubscription" in data:
         data["oversubscription"] = _number(data["oversubscription"], f"{where}.oversubscription")
     for key in ("full_duplex", "multicast", "takes_cores"):
-        if not isinstance(data.get(key, True), bool):
-            raise ClusterError(f"{where}.{key}: {data[key]!r}", hint="true or false")
+        _boolean(data.get(key, True), f"{where}.{key}")
     if "shape" in data:
         data["shape"] = _each(data["shape"], _integer, f"{where}.shape")
-        data["wrap"] = tuple(bool(w) for w in data.get("wrap", [True] * len(data["shape"])))
+        data["wrap"] = _each(data.get("wrap", [True] * len(data["shape"])), _boolean, f"{where}.wrap")
     data["sources"] = _sources(data, where)
     return Tier(**data)
 
@@ -171,6 +190,12 @@ def _integer(value: Any, where: str) -> int:
     return value
 
 
+def _boolean(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"{where}: {value!r}", hint="true or false")
+    return value
+
+
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ClusterError(f"{where}: expected a number, found {value!r}")
@@ -192,21 +217,45 @@ def dump_yaml(cluster: Cluster) -> str:
 
 
 def load_json(text: str, where: str = "cluster") -> Cluster:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := _twice([key for key, _ in items]):
+            raise ClusterError(f"{where}: the key {twice!r} stands twice in one mapping")
+        return dict(items)
+
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as e:
         raise ClusterError(f"{where}, line {e.lineno}: not JSON: {e.msg}") from e
+    except (ValueError, RecursionError) as e:
+        raise ClusterError(f"{where}: not JSON that lensjax reads: {e}") from e
     return cluster_from_dict(data, where)
+
+
+def _twice(keys: Sequence[Any]) -> Any:
+    return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error: the last would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := _twice([key.value for key in scalars if key.tag != "tag:yaml.org,2002:merge"]):
+            line = [key for key in scalars if key.value == twice][1].start_mark
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice in one mapping", line)
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str, where: str) -> Any:
     """The data of a YAML text. Raises ClusterError with the line when it is no YAML."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ClusterError(f"{where}{line}: not YAML: {getattr(e, 'problem', None) or e}") from e
+    except (ValueError, RecursionError) as e:
+        raise ClusterError(f"{where}: not YAML that lensjax reads: {e}") from e
 
 
 def load_yaml(text: str, where: str = "cluster") -> Cluster:

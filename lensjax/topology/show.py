@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from lensjax.topology import loads
+from lensjax.topology.choice import predicted_seconds
 from lensjax.topology.cluster import Cluster, Device, Tier
 from lensjax.topology.mesh import Placement
 from lensjax.topology.picture import pair_bandwidth, torus_text
@@ -140,7 +141,7 @@ def _remarks(cluster: Cluster, tier: Tier) -> list[str]:
 
 def _tree(cluster: Cluster) -> Tree:
     """Nested counts: every level once, with how many of it there are, and the groups that are damaged."""
-    root = Tree(f"{cluster.devices:,} devices")
+    root = Tree(f"{cluster.devices:,} device{'s' * (cluster.devices != 1)}")
     branch, outer = root, cluster.capacity
     for tier in reversed(cluster.tiers):
         count = -(-outer // tier.size)
@@ -195,7 +196,7 @@ def _mesh(cluster: Cluster, placed: Placement, traffic: Mapping[str, float] | No
     if traffic is not None:
         rank = np.arange(placed.order.size).reshape(placed.order.shape)
         ordered = np.argsort(cluster.slots, kind="stable")[rank] if cluster.order is None else rank
-        plain = loads.seconds(cluster, ordered, traffic, placed.axes)
+        plain = predicted_seconds(cluster, ordered, traffic, placed.axes)
         parts.append(
             f"predicted: {pretty(placed.seconds, 's')} a step for this traffic; in rank order {pretty(plain, 's')}"
         )

@@ -6,16 +6,19 @@ written by people may use units, because a datasheet is then copied, not convert
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
 from lensjax._errors import ClusterError
 
+MOST = 1e30  # more than any machine has
+
 # Fractions, so that "1.9 us" is the float 1.9e-6 and not a neighbour of it.
 _PREFIX = {p: Fraction(1000**i) for i, p in enumerate(("", "k", "M", "G", "T", "P"))} | {"K": Fraction(1000)}
 _BINARY = {p: Fraction(1024**i) for i, p in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
 _TIME = {"s": Fraction(1)} | {p: Fraction(1, 1000**i) for p, i in (("ms", 1), ("us", 2), ("µs", 2), ("ns", 3))}
-_NUMBER = re.compile(r"^\s*([-+]?[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]{1,3})?)\s*(\S.*)?$")
+_NUMBER = re.compile(r"^\s*([-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?)\s*(\S.*)?$")
 _SIZE = re.compile(r"^(Ki|Mi|Gi|Ti|[kKMGTP]?)(B|bit|b|FLOP|OP)$")
 
 # What a quantity may be written in. The base unit of each is what the number means without a unit.
@@ -30,7 +33,7 @@ def parse(value: object, kind: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise _wrong(value, kind, where)
     if isinstance(value, int | float):
-        return _checked(float(value), value, kind, where)
+        return _checked(float(value) if abs(value) <= MOST else math.inf, value, kind, where)
     match = _NUMBER.match(value)
     if not match:
         raise _wrong(value, kind, where)
@@ -38,7 +41,7 @@ def parse(value: object, kind: str, where: str) -> float:
     scale = Fraction(1) if not unit else _scale(unit, kind)
     if scale is None:
         raise _wrong(value, kind, where)
-    if number > 10**30:  # more than any machine has; a Fraction may be too large for a float
+    if number > MOST:  # a Fraction may be too large for a float
         raise _wrong(value, kind, where)
     return _checked(float(number * scale), value, kind, where)
 
@@ -59,6 +62,8 @@ def _scale(unit: str, kind: str) -> Fraction | None:
     scale = _BINARY.get(match[1]) or _PREFIX[match[1]]
     if kind == "flops":
         return scale if match[2] in ("FLOP", "OP") else None
+    if kind == "bytes" and match[2] != "B":  # "80 Gb" of memory is a slip, not 10 GB
+        return None
     return {"B": scale, "bit": scale / 8, "b": scale / 8}.get(match[2])
 
 

@@ -1,5 +1,6 @@
 """What people read: no number broken from its unit, no "0.0% faster", no sign on nothing."""
 
+import dataclasses
 import io
 
 import jax
@@ -11,7 +12,7 @@ from rich.console import Console
 
 import lensjax
 from lensjax._units import duration, size
-from lensjax.plan.plan import Axis, MeshPlan, Plan, Predicted
+from lensjax.plan.plan import Axis, MeshPlan, Plan, Predicted, Provenance
 from lensjax.report.explain import against, reasons
 from lensjax.report.flow import Flow
 from lensjax.report.units import typed
@@ -95,3 +96,30 @@ def test_the_table_keeps_numbers_and_names_whole():
     assert "1012.27 KiB" in text and "dp=2,fsdp:again=4" not in text and "…" not in text
     assert shown(refused(choice), 80) == "tp, tp_sp do not apply: no axis of 3\n"
     assert refused(Choice(fast.plan, (fast, slow), 1e9)) is None
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_holds_memory_names_every_plan_and_the_searched_one_too(width):
+    """In 80 columns names fold and numbers stay whole; the plan that was chosen is among them, however it was found."""
+    from lensjax.report.explain import held, table
+    from lensjax.search.build import SEARCHED
+
+    memory = {"parameter": 3e9, "optimizer": 7e9, "activations": 2e9, "communication": 1.0, "temporaries": 5e9}
+    made = [
+        candidate(name, 1.0, 17e9)
+        for name in (f"{SEARCHED}dp=64,fsdp=4", f"{SEARCHED}dp=1", "zero1=32,fsdp:again=8", "dp")
+    ]
+    made = [
+        dataclasses.replace(
+            c, plan=dataclasses.replace(c.plan, predicted=Predicted(1.0, 17e9, {"nvlink": 4e10}, {}, memory))
+        )
+        for c in made
+    ]
+    choice = Choice(dataclasses.replace(made[0].plan, provenance=Provenance(cluster="x")), tuple(made), 8e10)
+    text = shown(held(choice), width)
+    folded = "".join("".join(line[:22].split("  ")[0].split()) for line in text.splitlines())
+    for name in (f"{SEARCHED}dp=64,fsdp=4", "zero1=32,fsdp:again=8"):
+        assert "".join(name.split()) in folded, text
+    assert "dp=1" not in text and "communication" not in text and "other" in text
+    assert all(len(line) <= width for line in text.splitlines()) and text.count("1.86 GiB") == 3
+    assert shown(table(choice), width).count("37.25 GiB") == 4

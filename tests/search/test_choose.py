@@ -4,14 +4,17 @@ import dataclasses
 import json
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from lensjax import Cluster, PlanError
+from lensjax import Cluster, DoesNotFit, PlanError
 from lensjax.cost.price import price
 from lensjax.cost.pricer import Pricer
 from lensjax.execute.planning import Options, make_plan
 from lensjax.passes.emit import lower
 from lensjax.plan.plan import Plan
+from lensjax.program.program import analyze
 from lensjax.search import strategies
 from lensjax.search.choose import choose, price_all
 from lensjax.search.problem import Problem
@@ -198,3 +201,28 @@ def test_a_damaged_cache_is_not_trusted(tmp_path):
 def test_options_that_cannot_be_meant(options):
     with pytest.raises(PlanError):
         Options(**options)
+
+
+def test_where_nothing_fits_else_the_batch_goes_through_in_pieces():
+    """Small weights, large activations, nothing to recompute: only fewer examples at a time hold less."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for w in params:
+                x = jnp.sin(x @ w)
+            return (x**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    program = analyze(step, ([shape(64, 64)] * 6, shape(4096, 64)))
+    cluster = Cluster.parse("cpu:2")
+    whole = choose(program, cluster)
+    limit = min(c.plan.predicted.peak_bytes for c in whole.candidates if c.plan is not None) / 2
+    plan = choose(program, cluster, memory=limit).plan
+    assert plan.micro.count > 1 and plan.predicted.peak_bytes <= limit
+    assert plan.name.endswith(f"in {plan.micro.count} micro-batches")
+    with pytest.raises(DoesNotFit, match="micro-batches") as e:
+        choose(program, cluster, memory=limit / 1000)
+    assert "micro-batches were tried" in e.value.hint

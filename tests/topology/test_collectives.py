@@ -184,3 +184,14 @@ def test_sixteen_thousand_devices():
 def test_wrong_calls_say_what_was_found(call, text):
     with pytest.raises(ClusterError, match=text):
         call()
+
+
+@pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf"), [1.0, float("nan")]])
+def test_bytes_that_are_no_amount(size):
+    with pytest.raises(ClusterError, match="at least 0 and finite"):
+        collective_time(Cluster.parse("dgx-h100:2"), "all_reduce", [0, 1], size)
+
+
+def test_groups_of_different_sizes_are_said_to_be_so():
+    with pytest.raises(ClusterError, match="different sizes"):
+        collective_time(Cluster.parse("dgx-h100:2"), "all_reduce", [[0, 1], [2]], 1e6)

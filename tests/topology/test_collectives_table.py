@@ -235,3 +235,53 @@ def test_a_file_that_is_not_there(capsys):
 
 def test_shipped_is_a_fit():
     assert isinstance(shipped(), Fit)
+
+
+HEAD = "system,intra/inter,op,n_gpus,bytes,algbw_GBps,busbw_GBps,notes\n"
+GOOD = 'DGX H100,intra,all_reduce,8,1e9,250,,"a note, with a comma\nand a line"\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("DGX H100,intra,all_reduce,8,nan,100,,", "line 4: bytes nan"),
+        ("DGX H100,intra,all_reduce,8,inf,100,,", "line 4: bytes inf"),
+        ("DGX H100,intra,all_reduce,8,-1,100,,", "line 4: bytes -1"),
+        ("DGX H100,intra,all_reduce,8,1e9,-5,,", "line 4: algbw_GBps -5"),
+        ("DGX H100,intra,all_reduce,8,1e9,,nan,", "line 4: busbw_GBps nan"),
+        ("DGX H100,intra,all_reduce,0,1e9,100,,", "line 4: n_gpus 0"),
+        ("DGX H100,intra,all_reduce,8.0,1e9,100,,", "line 4"),
+        ("DGX H100,intra,all_reduce,8,1GB,100,,", "line 4"),
+        ("DGX H100,inner,all_reduce,8,1e9,100,,", "line 4: intra/inter is 'inner'"),
+        ("DGX H100,intra,all_reduce,8", "line 4: cells"),
+        ("DGX H100,intra,all_reduce,8,1e9,100,,a,b", "line 4: cells"),
+        (",,,,,,,", "line 4"),
+    ],
+)
+def test_a_broken_row_is_an_error_with_its_line(tmp_path, row, said):
+    path = tmp_path / "t.csv"
+    path.write_text(HEAD + GOOD + row + "\n")
+    with pytest.raises(ClusterError, match=said):
+        read_table(path)
+
+
+def test_tables_that_are_none(tmp_path):
+    path = tmp_path / "t.csv"
+    for content, said in ((b"", "no column"), (HEAD.encode(), "no rows"), (b"\xff\x00\xe3", "UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(ClusterError, match=said):
+            read_table(path)
+
+
+def test_one_row_that_cannot_be_priced_leaves_the_others(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    rows = [
+        "DGX H100,intra,frobnicate,8,1e9,100,,",
+        "An abacus,intra,all_reduce,8,1e9,100,,",
+        "DGX H100,intra,all_reduce,8,0,0,,",
+    ]
+    path.write_text(HEAD + GOOD + "\n".join(rows) + "\n")
+    assert cli.main(["collectives", str(path), "--json"]) == 0
+    first, unknown, abacus, empty = json.loads(capsys.readouterr().out)["rows"]
+    assert first["predicted_s"] == pytest.approx(1e9 / 250e9, rel=0.1) and empty["measured_s"] is None
+    assert unknown["predicted_s"] is None and "frobnicate" in unknown["problem"] and "abacus" in abacus["problem"]

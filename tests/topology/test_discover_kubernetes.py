@@ -96,7 +96,7 @@ def test_tpu_slices_are_node_pools(pools, sizes):
     items = [
         (f"t{p}-{i}", {**labels, "cloud.google.com/gke-nodepool": f"p{p}"}, {"google.com/tpu": "4"})
         for p in range(pools)
-        for i in range(2)
+        for i in range(64)
     ]
     found, cluster = shape(nodes(*items))
     assert [s for _, s in found] == sizes and cluster.tiers[0].shape == (16, 16)

@@ -41,7 +41,7 @@ def test_a_mesh_with_traffic(capsys):
         and mesh["axes"] == {"model": 8, "data": 4}
         and mesh["tiers"] == {"model": ["nvlink"], "data": ["rail"]}
     )
-    assert mesh["seconds"] == pytest.approx(9e9 / 450e9 + 1e9 / 50e9) and mesh["tier_bytes"]["rail"] == 1e9
+    assert mesh["seconds"] > 9e9 / 450e9 + 1e9 / 50e9 and mesh["tier_bytes"]["rail"] == 1e9  # no link gives all it has
 
 
 def test_the_terminal_shows_tiers_tree_matrix_and_mesh(capsys):
@@ -118,3 +118,29 @@ def test_a_damaged_cluster_says_what_is_idle(capsys, tmp_path):
 def test_errors_are_json_too_with_status_two(capsys, argv):
     status, data = run_json(capsys, *argv)
     assert status == 2 and data["error"]["message"] and data["error"]["code"] in ("cluster", "usage")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["dgx-h100:2", "--mesh", "data=2,data=8"], "'data' stands twice"),
+        (["dgx-h100:2", "--mesh", "data=2.5"], "data=32,model=8"),
+        (["dgx-h100:2", "--traffic", "data=1GB"], "data=1e9,model=9e9"),
+        (["dgx-h100:2", "--png", "/nowhere/x.png"], "no folder '/nowhere'"),
+        (["dgx-h100:2", "--png", "x.xyz"], "ends in .png"),
+        (["dgx-h100:2", "--save", "/nowhere/x.yaml"], "no folder '/nowhere'"),
+        (["dgx-h100:2", "--save", "x.toml"], "ends in .yaml"),
+        (["dgx-h100:2", "--nodes", "3"], "--nodes is for"),
+        (["dgx-h100:2", "--machine", "p5"], "--machine is for"),
+        (["--read", "nvidia-smi", TEXTS / "smi_h100_535.txt", "--nodes", "0"], "--nodes 0"),
+        (["dgx-h100:9999999999"], "too large"),
+    ],
+)
+def test_a_wrong_call_is_a_sentence_not_a_traceback(capsys, argv, said):
+    status, _, err = run(capsys, *argv)
+    assert status == 2 and said in err and "Traceback" not in err
+
+
+def test_a_machine_names_the_device_of_a_text(capsys):
+    status, data = run_json(capsys, "--read", "nvidia-smi", TEXTS / "smi_h100_535.txt", "--machine", "dgx-h200")
+    assert status == 0 and data["device"] == "H200-SXM5-141GB"

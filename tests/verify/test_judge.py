@@ -99,6 +99,15 @@ def test_without_the_partitioner_a_plan_is_priced_by_compiling_it(program, monke
     assert expected <= sent <= 2 * expected
 
 
+def test_without_the_partitioner_compression_is_compiled_too_or_says_why_not(program, monkeypatch):
+    without_partitioner(monkeypatch)
+    far = make_plan(program, Cluster.parse("cpu:2x1"), Options(plan="dp", compress="int8")).plan
+    assert [r.codec for r in far.reduce.values()] == ["int8"]
+    assert any("compress='int8'" in f for f in far.predicted.findings)
+    near = make_plan(program, Cluster.parse("cpu:2"), Options(plan="dp", compress="int8")).plan
+    assert not near.reduce and "no gradient crosses a slow tier" in near.predicted.findings[-1]
+
+
 @pytest.mark.slow
 def test_without_the_partitioner_a_step_is_planned_run_and_right(monkeypatch):
     params, batch = shapes()

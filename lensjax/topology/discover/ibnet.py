@@ -12,7 +12,7 @@ import re
 
 from lensjax._errors import ClusterError
 from lensjax.topology import catalogue
-from lensjax.topology.discover.text import bad, cut_off
+from lensjax.topology.discover.text import bad, clean, cut_off
 from lensjax.topology.fabric import Fabric, Link, fabric
 from lensjax.topology.hierarchy import Hierarchy, cluster_of
 
@@ -51,7 +51,7 @@ def parse(text: str) -> Network:
     """
     blocks: dict[str, tuple[str, str]] = {}  # guid -> (kind, description)
     ports: dict[tuple[str, int], tuple[tuple[str, int], float, int]] = {}
-    current, lines = None, text.splitlines()
+    current, lines = None, clean(text).splitlines()
     for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith((*_PREAMBLE, *_CHASSIS)):
@@ -60,6 +60,8 @@ def parse(text: str) -> Network:
             current = block[3]
             if current in blocks:
                 raise bad(SOURCE, number, line, f"one block for {current}")
+            if block[1] == "Ca" and not (block[4] or "").strip():  # without it two adapters of a host are two hosts
+                raise bad(SOURCE, number, line, 'Ca N "guid" # "host adapter"')
             blocks[current] = (block[1], block[4] or "")
         elif line.startswith("["):
             if current is None:

@@ -6,7 +6,10 @@ operators label them. Bandwidths come from the catalogue's machine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +17,7 @@ from lensjax._errors import ClusterError
 from lensjax.topology import catalogue
 from lensjax.topology.cluster import Cluster
 from lensjax.topology.discover.hosts import Host, cluster_of_hosts
-from lensjax.topology.discover.text import bad, cut_off
+from lensjax.topology.discover.text import bad, clean, cut_off
 
 SOURCE = "Kubernetes node labels"
 _TYPE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
@@ -37,6 +40,7 @@ _TPU = {
     "tpu-v5p-slice": "tpu-v5p",
     "tpu-v6e-slice": "tpu-v6e",
 }
+_TPU_PER_NODE = (1, 4, 8)  # chips of a GKE node: ct4p, ct5p: 4; ct5lp, ct6e: 1, 4 or 8
 # nvidia.com/gpu.product (GPU feature discovery) -> the catalogue's machine with that device
 _PRODUCT = {
     "H100": "dgx-h100",
@@ -51,6 +55,7 @@ _PRODUCT = {
 
 def parse(text: str) -> dict[str, dict[str, str]]:
     """Node name -> labels, in the order of the text. Raises ClusterError with the line."""
+    text = clean(text)
     nodes = _from_json(text) if text.lstrip().startswith("{") else _from_table(text)
     if not nodes:
         raise ClusterError(f"{SOURCE}: no nodes", hint="paste the output of kubectl get nodes -o json")
@@ -63,6 +68,8 @@ def _from_json(text: str) -> dict[str, dict[str, str]]:
     except json.JSONDecodeError as e:
         lines = text.splitlines()
         raise bad(SOURCE, e.lineno, lines[min(e.lineno, len(lines)) - 1], f"JSON ({e.msg})") from e
+    except (ValueError, RecursionError) as e:
+        raise ClusterError(f"{SOURCE}: not JSON that lensjax reads: {e}", hint="kubectl get nodes -o json") from e
     items = data.get("items") if isinstance(data.get("items"), list) else [data] if data.get("kind") == "Node" else None
     if items is None:
         raise ClusterError(
@@ -70,17 +77,24 @@ def _from_json(text: str) -> dict[str, dict[str, str]]:
         )
     nodes = {}
     for i, item in enumerate(items):
-        metadata = item.get("metadata", {}) if isinstance(item, Mapping) else {}
+        metadata = _under(item, "metadata")
         name, labels = metadata.get("name"), metadata.get("labels")
         if not isinstance(name, str) or not isinstance(labels, Mapping):
             raise ClusterError(f"{SOURCE}: items[{i}] has no metadata.name or metadata.labels")
+        if name in nodes:
+            raise ClusterError(f"{SOURCE}: items[{i}] is another node {name!r}", hint="each node once")
         nodes[name] = {**{str(k): str(v) for k, v in labels.items()}, **_capacity(item)}
     return nodes
 
 
+def _under(data: Any, key: str) -> Mapping[str, Any]:
+    found = data.get(key) if isinstance(data, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def _capacity(item: Mapping[str, Any]) -> dict[str, str]:
     """Counts of accelerators that the node offers, under the label names that say the same."""
-    capacity = item.get("status", {}).get("capacity", {})
+    capacity = _under(_under(item, "status"), "capacity")
     names = {"nvidia.com/gpu": "nvidia.com/gpu.count", "google.com/tpu": "google.com/tpu", "amd.com/gpu": "amd.com/gpu"}
     return {label: str(capacity[key]) for key, label in names.items() if key in capacity}
 
@@ -99,6 +113,8 @@ def _from_table(text: str) -> dict[str, dict[str, str]]:
         labels = words[-1].split(",")
         if len(words) < len(lines[header].split()) or not all("=" in label for label in labels):
             raise bad(SOURCE, number, line, "as many columns as the header, the last KEY=VALUE,KEY=VALUE")
+        if words[0] in nodes:
+            raise bad(SOURCE, number, line, f"one row for {words[0]}")
         nodes[words[0]] = dict(label.split("=", 1) for label in labels)
     if len(lines) == header + 1:
         raise cut_off(SOURCE, len(lines), "the first node")
@@ -110,7 +126,9 @@ def discover(text: str, machine: str | None = None) -> Cluster:
     nodes = {n: labels for n, labels in parse(text).items() if _is_tpu(labels) or _gpus(n, labels) != 0}
     tpus = {n: labels for n, labels in nodes.items() if _is_tpu(labels)}
     if tpus:
-        return _tpu_cluster(tpus)
+        cluster, rest = _tpu_cluster(tpus), len(nodes) - len(tpus)
+        said = (f"{rest} nodes with GPUs left out: the rest are TPUs",) * (rest > 0)
+        return dataclasses.replace(cluster, notes=(*cluster.notes, *said))
     machine, notes = (machine, []) if machine else _machine(nodes)
     found = catalogue.machine(machine)
     unit = catalogue.make(found, (1,)).devices
@@ -135,7 +153,7 @@ def _gpus(name: str, labels: Mapping[str, str]) -> int | None:
     """GPUs of a node; None where no label tells but the node is of an accelerator type; 0 for a node without any."""
     count = labels.get("nvidia.com/gpu.count") or labels.get("amd.com/gpu")
     if count is not None:
-        if not count.isdigit():
+        if not re.fullmatch("[0-9]{1,6}", count):
             raise ClusterError(f"{SOURCE}: node {name} has a count of {count!r}", hint="expected a whole number")
         return int(count)
     known = any(labels.get(t, "") in _machine_names() for t in _TYPE)
@@ -171,7 +189,7 @@ def _tpu_cluster(nodes: Mapping[str, Mapping[str, str]]) -> Cluster:
     shapes = {labels.get("cloud.google.com/gke-tpu-topology", "") for labels in nodes.values()}
     pools = {labels.get("cloud.google.com/gke-nodepool", "") for labels in nodes.values()}
     sides = next(iter(shapes)).split("x")
-    if len(kinds) != 1 or len(shapes) != 1 or not all(s.isdigit() for s in sides):
+    if len(kinds) != 1 or len(shapes) != 1 or not all(re.fullmatch("[1-9][0-9]{0,4}", s) for s in sides):
         raise ClusterError(
             f"{SOURCE}: TPU kinds {sorted(kinds)}, topologies {sorted(shapes)}", hint="slices of one kind and shape"
         )
@@ -179,4 +197,11 @@ def _tpu_cluster(nodes: Mapping[str, Mapping[str, str]]) -> Cluster:
     if name is None:
         raise ClusterError(f"{SOURCE}: TPU kind not known", hint=f"one of {', '.join(_TPU)}")
     shape = tuple(int(s) for s in sides)
+    chips, counts = math.prod(shape) * len(pools), [labels.get("google.com/tpu", "") for labels in nodes.values()]
+    told = all(re.fullmatch("[0-9]{1,6}", c) for c in counts)
+    if sum(map(int, counts)) != chips if told else chips % len(nodes) or chips // len(nodes) not in _TPU_PER_NODE:
+        raise ClusterError(
+            f"{SOURCE}: {len(nodes)} nodes in {len(pools)} slices of {next(iter(shapes))}, {chips} chips",
+            hint="every node of each slice: is the text cut off?",
+        )
     return catalogue.make(catalogue.machine(name), shape if len(pools) == 1 else (len(pools), *shape))

@@ -14,7 +14,7 @@ from xml.parsers import expat
 from lensjax._errors import ClusterError
 from lensjax.topology import catalogue
 from lensjax.topology.cluster import Device
-from lensjax.topology.discover.text import bad
+from lensjax.topology.discover.text import bad, clean
 from lensjax.topology.fabric import Fabric, Link, fabric
 from lensjax.topology.hierarchy import Hierarchy, cluster_of
 
@@ -24,7 +24,7 @@ SOURCE = "NCCL topology XML"
 _NVLINK = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14e9, 90: 25e9, 100: 50e9}
 _DEVICE = {70: "V100-SXM2-32GB", 80: "A100-SXM4-80GB", 90: "H100-SXM5-80GB", 100: "B200-SXM6-180GB"}
 _CPU_LINK = {"GenuineIntel": 10e9, "AuthenticAMD": 16e9}  # between sockets: NCCL src/graph/topo.h SKL_QPI_BW, AMD_BW
-_SPEED = re.compile(r"^([0-9.]+) ?GT/s")
+_SPEED = re.compile(r"^([0-9]+(?:\.[0-9]+)?) ?GT/s")
 _SWITCH_CLASS = "0x068000"  # the PCI class of an NVSwitch
 _LATENCY = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4e-6}  # NCCL src/graph/tuning.cc hwLat, ring, LL128
 
@@ -44,15 +44,20 @@ def discover(text: str, device: str | None = None, nodes: int = 1) -> Hierarchy:
 
 
 def _device(reader: _Reader, notes: list[str]) -> Device:
-    sm = min((int(g.get("sm", 0)) for g in reader.gpus), default=0)
-    name = next((_DEVICE[k] for k in sorted(_DEVICE, reverse=True) if k <= sm), "V100-SXM2-32GB")
-    notes.append(f"compute capability {sm} taken for {name}; pass device= for another")
+    kinds = sorted({reader.number(g, "sm") for g in reader.gpus})
+    name = _DEVICE.get(kinds[0])
+    if len(kinds) > 1 or name is None:
+        raise ClusterError(
+            f"{SOURCE}: GPUs of compute capability {', '.join(map(str, kinds))}",
+            hint=f"known by it are {', '.join(map(str, _DEVICE))}; for others name a device of the catalogue",
+        )
+    notes.append(f"compute capability {kinds[0]} taken for {name}; pass device= for another")
     return catalogue.device(name)
 
 
 class _Reader:
     def __init__(self, text: str):
-        self.root, self.lines = _tree(text)
+        self.root, self.lines = _tree(clean(text))
         if self.root.tag != "system":
             raise bad(SOURCE, 1, f"<{self.root.tag}>", "<system>")
         if len(self.root) == 0 or any(e.tag not in ("cpu", "nic") for e in self.root):
@@ -63,11 +68,28 @@ class _Reader:
                 f"{SOURCE}: no <gpu> element", hint="dump it with NCCL_TOPO_DUMP_FILE from a job that uses GPUs"
             )
         self.notes: list[str] = []
+        self._check_nvlinks()
         self.bus = {self.attribute(p, "busid").lower(): p for p in self.root.iter("pci")}
         self.gpu_at = {b: p.find("gpu") for b, p in self.bus.items() if p.find("gpu") is not None}
         for gpu in self.gpus:
             if not any(gpu is placed for placed in self.gpu_at.values()):
                 raise bad(SOURCE, self.line(gpu), f"<gpu dev={gpu.get('dev')}>", "it alone in a <pci> of its own busid")
+
+    def _check_nvlinks(self) -> None:
+        """Each link once, with its count, in the GPU that has it."""
+        inside = {id(link) for gpu in self.gpus for link in gpu.findall("nvlink")}
+        for link in self.root.iter("nvlink"):
+            if id(link) not in inside or self.number(link, "count") < 1:
+                raise bad(
+                    SOURCE, self.line(link), f"<nvlink count={link.get('count')}>", "in a <gpu>, with a count above 0"
+                )
+        for gpu in self.gpus:
+            seen: set[str] = set()
+            for link in gpu.findall("nvlink"):
+                target = self.attribute(link, "target").lower()
+                if target in seen and not set(target) <= set("0:.f"):
+                    raise bad(SOURCE, self.line(link), f"nvlink to {target}", "each target once in a <gpu>")
+                seen.add(target)
 
     def fabric(self, nodes: int = 1) -> Fabric:
         links: list[Link] = []
@@ -97,6 +119,8 @@ class _Reader:
             self.notes += [note] if note not in self.notes else []
             return 8e9 * 16 / 8 * 128 / 130
         rate = float(speed[1])  # GT/s
+        if rate <= 0 or width < 1:
+            raise bad(SOURCE, self.line(pci), f"{speed[0]} x{width}", "a speed and a width above 0")
         return rate * 1e9 * width / 8 * (0.8 if rate <= 5 else 128 / 130)
 
     def _nvlinks(self, name: dict[int, int], node: int) -> Iterator[Link]:

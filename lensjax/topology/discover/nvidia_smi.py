@@ -13,14 +13,13 @@ import re
 from lensjax._errors import ClusterError
 from lensjax.topology import catalogue
 from lensjax.topology.cluster import Device
-from lensjax.topology.discover.text import bad, cut_off
+from lensjax.topology.discover.text import bad, clean, cut_off
 from lensjax.topology.fabric import Fabric, Link, fabric
 from lensjax.topology.hierarchy import Hierarchy, cluster_of
 
 SOURCE = "nvidia-smi topo -m"
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _COLUMN = re.compile(r"^(GPU\d+|NIC\d+|(mlx|efa|bnxt|irdma|ib|roce|rdma|hns|qedr|cxgb)\w*)$")
-_NVLINK = re.compile(r"^NV(\d+)$")
+_NVLINK = re.compile(r"^NV([1-9]|[12][0-9]|3[0-6])$")  # 18 links are the most a GPU had by 2025
 _PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first
 
 # Bytes/s of one NVLink link in one direction, and the links of a GPU. NVIDIA datasheets: V100 6 x 25, A100 12 x 25,
@@ -42,7 +41,7 @@ class Matrix:
 def parse(text: str) -> Matrix:
     """The matrix in a text. Raises ClusterError with the line for an unknown cell, a short row, a missing row, or a
     pair whose two cells differ."""
-    lines = [_ANSI.sub("", line) for line in text.splitlines()]
+    lines = clean(text).splitlines()
     top = next((i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"] and "X" not in line.split()), None)
     if top is None:
         raise ClusterError(

@@ -13,11 +13,12 @@ from lensjax._errors import ClusterError
 from lensjax.topology import catalogue
 from lensjax.topology.cluster import Cluster
 from lensjax.topology.discover.hosts import Host, cluster_of_hosts
-from lensjax.topology.discover.text import bad
+from lensjax.topology.discover.text import bad, clean
 
 ENVIRONMENT = "SLURM environment"
 SOURCE = "topology.conf"
-_REPEAT = re.compile(r"^(\d+)(?:\(x(\d+)\))?$")
+MOST_HOSTS = 2**20
+_REPEAT = re.compile(r"^([0-9]{1,6})(?:\(x([0-9]{1,6})\))?$")
 _NODES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 _GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 
@@ -31,9 +32,11 @@ def expand(text: str, source: str = ENVIRONMENT, line: int = 1) -> list[str]:
         names = [""]
         for literal, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
             choices = [literal] if literal else _numbers(inside, text, source, line)
+            if len(names) * len(choices) > MOST_HOSTS:
+                raise bad(source, line, text, f"at most {MOST_HOSTS:,} hosts")
             names = [n + c for n in names for c in choices]
         result += names
-    if not result or "" in result:
+    if not result or "" in result or any(" " in name for name in result):
         raise bad(source, line, text, "a host list such as node[01-04],login1")
     return result
 
@@ -56,10 +59,10 @@ def _split(text: str, source: str, line: int) -> list[str]:
 def _numbers(inside: str, text: str, source: str, line: int) -> list[str]:
     result = []
     for item in inside.split(","):
-        match = re.match(r"^(\d+)(?:-(\d+))?$", item.strip())
+        match = re.match(r"^([0-9]{1,18})(?:-([0-9]{1,18}))?$", item.strip())
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(high) < int(low):
-            raise bad(source, line, text, "ranges such as [01-04,7]")
+        if int(high) < int(low) or int(high) - int(low) >= MOST_HOSTS:
+            raise bad(source, line, text, f"ranges such as [01-04,7], of at most {MOST_HOSTS:,}")
         result += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
     return result
 
@@ -70,6 +73,8 @@ def parse_environment(environment: Mapping[str, str]) -> list[tuple[str, int]]:
     if nodes is None:
         raise ClusterError(f"{ENVIRONMENT}: no {_NODES[0]}", hint="run inside a SLURM job (sbatch, srun or salloc)")
     hosts = expand(nodes)
+    if len(set(hosts)) < len(hosts):
+        raise bad(ENVIRONMENT, 1, nodes, "each host once")
     counts = _counts(environment, len(hosts))
     if len(counts) != len(hosts):
         raise ClusterError(f"{ENVIRONMENT}: {len(counts)} counts of tasks for {len(hosts)} hosts {nodes}")
@@ -80,12 +85,12 @@ def _counts(environment: Mapping[str, str], hosts: int) -> list[int]:
     """GPUs of each host: given directly, or one per task."""
     for key in _GPUS:
         if key in environment:
-            count = environment[key].rpartition(":")[2]  # "h100:8"
-            if not count.isdigit() or int(count) < 1:
+            match = re.fullmatch(r"(?:[\w.-]+:)*([0-9]{1,6})", environment[key])  # "8", "h100:8"
+            if not match or int(match[1]) < 1:
                 raise ClusterError(
                     f"{ENVIRONMENT}: {key}={environment[key]!r}", hint="expected a number, or TYPE:NUMBER"
                 )
-            return [int(count)] * hosts
+            return [int(match[1])] * hosts
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     if tasks is None:
         raise ClusterError(
@@ -97,6 +102,8 @@ def _counts(environment: Mapping[str, str], hosts: int) -> list[int]:
         if not match:
             raise ClusterError(f"{ENVIRONMENT}: SLURM_TASKS_PER_NODE={tasks!r}", hint='expected e.g. "8(x4),7"')
         result += [int(match[1])] * int(match[2] or 1)
+    if min(result) < 1:
+        raise ClusterError(f"{ENVIRONMENT}: SLURM_TASKS_PER_NODE={tasks!r}: a host without tasks")
     return result
 
 
@@ -105,7 +112,10 @@ def parse_topology(text: str) -> dict[str, tuple[str, ...]]:
     nodes: dict[str, list[str]] = {}
     children: dict[str, tuple[int, list[str]]] = {}
     for number, line in _logical_lines(text):
-        fields = dict(_field(word, number, line) for word in line.split())
+        pairs = [_field(word, number, line) for word in line.split()]
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise bad(SOURCE, number, line, "each key once in a line")
         name = fields.get("switchname") or fields.get("blockname")
         if name is None:
             if "blocksizes" in fields:
@@ -127,7 +137,7 @@ def parse_topology(text: str) -> dict[str, tuple[str, ...]]:
 def _logical_lines(text: str) -> list[tuple[int, str]]:
     """(number, text) without comments; a backslash at the end continues a line."""
     result, held, first = [], "", 0
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(clean(text).splitlines(), 1):
         line = line.split("#")[0].rstrip()
         first = first or number
         held += line.removesuffix("\\")
@@ -186,6 +196,8 @@ def discover(environment: Mapping[str, str], machine: str, topology: str | None 
         raise ClusterError(f"{SOURCE} does not name host {lost[0]} of the job", hint="is it another cluster's file?")
     hosts = [Host(h, n, paths.get(h, ())) for h, n in found]
     notes = () if topology is not None else ("no topology.conf: all hosts taken as equally near",)
+    if not any(key in environment for key in _GPUS[:2]):
+        notes += (f"no {_GPUS[0]}: one GPU for each task",)
     depth = len(hosts[0].path)
     levels = ["spine", "leaf"][-depth:] if depth in (1, 2) else [f"switch{depth - i}" for i in range(depth)]
     return cluster_of_hosts(hosts, catalogue.machine(machine), "slurm", levels, notes)

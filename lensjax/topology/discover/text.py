@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from lensjax._errors import ClusterError
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def clean(text: str) -> str:
+    """A text as the tool printed it: without the colours of a terminal, a byte order mark, the returns of another
+    system. Lines keep their numbers.
+    """
+    return _ANSI.sub("", text.removeprefix("\ufeff")).replace("\r\n", "\n")
 
 
 def bad(source: str, line: int, found: str, expected: str) -> ClusterError:
