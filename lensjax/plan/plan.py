@@ -191,6 +191,11 @@ class Plan:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except OSError as e:
             raise PlanError(f"the plan file {path} cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise PlanError(
+                f"the plan file {path} is not text in UTF-8 (byte {e.start})",
+                hint="give the file that plan.save(...) or lensjax plan --out wrote",
+            ) from e
         return Plan.from_json(text)
 
 

@@ -122,3 +122,11 @@ def test_a_partition_spec_is_a_pin_and_unconstrained_is_free():
     assert pin.dims == ((), ("x", "y"), None)
     mesh, spec = {"x": 2, "y": 2, "z": 2}, (("z",), (), ("x", "z"), ("z",))
     assert apply_pin(pin, "w", (8, 8, 8, 8), spec, mesh) == ((), ("x", "y"), ("z",), ("z",))
+
+
+def test_a_plan_file_that_is_no_text(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="is not text in UTF-8") as e:
+        Plan.load(path)
+    assert "plan.save" in e.value.hint
