@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class Executable:
     several: bool
     store: dict[str, Any] = dataclasses.field(default_factory=dict)
     elsewhere: set[int] = dataclasses.field(default_factory=set)
+    lock: Any = dataclasses.field(default_factory=threading.RLock, compare=False, repr=False)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -108,6 +110,12 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
+        if not self.guarded:
+            return self._run(args, kwargs)
+        with self.lock:  # another thread may give up the same state between the look at it and the dispatch
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.direct and not self.several and not self.elsewhere:
             if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
@@ -184,30 +192,34 @@ def build(
         not captured
         and not emitted.extra
         and not program.call.statics
-        and not _has_kwargs(program)
+        and not program.call.has_keywords
         and whole is not None
+        and _trees_of_shardings(emitted)
     )
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
     return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), jax.process_count() > 1, store)
 
 
-def _has_kwargs(program: Program) -> bool:
-    _, kwargs = program.call.rebuild([None] * len(program.call.leaves))
-    return bool(kwargs)
-
-
 def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, ...] | None:
     """Positions of the arguments all of whose leaves are donated; None when some argument is donated in part."""
-    args, _ = program.call.rebuild(range(len(program.call.leaves)))
     out = []
-    for n, arg in enumerate(args):
-        leaves = set(jax.tree.leaves(arg))
-        if leaves and leaves <= set(donated):
+    for n, numbers in enumerate(program.call.arguments):
+        if numbers and set(numbers) <= set(donated):
             out.append(n)
-        elif leaves & set(donated):
+        elif set(numbers) & set(donated):
             return None
     return tuple(out)
+
+
+def _trees_of_shardings(emitted: Emitted) -> bool:
+    """Whether the user's trees can be built of shardings: a class of theirs may check what it holds."""
+    try:
+        emitted.program.call.rebuild(emitted.arguments)
+        jax.tree.unflatten(emitted.program.out_tree, emitted.results)
+    except Exception:  # the user's own constructors: then leaves are passed flat
+        return False
+    return True
 
 
 def _flat(emitted: Emitted) -> Any:

@@ -54,7 +54,8 @@ def serialized(program: Program, plan: Plan, mesh: Any) -> str:
             f"the step closes over {len(program.captured)} arrays, which a file cannot refer to",
             hint="pass them as arguments, then export",
         )
-    args = program.call.rebuild(range(len(program.call.leaves)))
+    taken = program.arguments[: len(program.call.leaves)]
+    args = program.call.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in taken])
     if any(map(is_values, jax.tree.leaves(args, is_leaf=is_values))):
         raise PlanError(
             "the step updates modules in place: a file cannot hold their classes",

@@ -14,9 +14,9 @@ from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 
 
-def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> Any:
-    """The shardings of a state that the planned step takes, as a tree like it. Raises TraceError for a leaf that the
-    step does not take."""
+def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> tuple[list[Any], Any]:
+    """(the shardings of the leaves of a state that the planned step takes, the state's tree). Raises TraceError for a
+    leaf that the step does not take."""
     specs = resolve(program, plan).arguments
     by_suffix = {a.path.partition("/")[2]: s for a, s in zip(program.arguments, specs)}
     by_path = {a.path: s for a, s in zip(program.arguments, specs)}
@@ -25,7 +25,7 @@ def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> Any:
     count = len(flat)
     same = [a.shape for a in program.arguments[:count]] == [tuple(leaf.shape) for _, leaf in flat]
     if same:  # the state is the leading arguments, whatever its own paths are
-        return jax.tree.unflatten(tree, [named(mesh, s) for s in specs[:count]])
+        return [named(mesh, s) for s in specs[:count]], tree
     found = []
     for path, (_, leaf) in zip(paths, flat):
         spec = by_path.get(path, by_suffix.get(path))
@@ -35,7 +35,7 @@ def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> Any:
                 hint="fn must return the step's state arguments, in their order",
             )
         found.append(named(mesh, spec))
-    return jax.tree.unflatten(tree, found)
+    return found, tree
 
 
 def abstract_values(program: Program, plan: Plan, mesh: Any) -> Any:
@@ -47,15 +47,10 @@ def abstract_values(program: Program, plan: Plan, mesh: Any) -> Any:
         for a, s, v in zip(program.arguments, specs, _avals(program))
     ]
     args, _ = program.call.rebuild(leaves)
-    index, _ = program.call.rebuild(range(len(program.call.leaves)))
     state = tuple(
         arg
-        for arg, numbers in zip(args, index)
-        if any(
-            program.arguments[i].result is not None or program.arguments[i].role == "parameter"
-            for i in jax.tree.leaves(numbers)
-            if isinstance(i, int)
-        )
+        for arg, numbers in zip(args, program.call.arguments)
+        if any(program.arguments[i].result is not None or program.arguments[i].role == "parameter" for i in numbers)
     )
     return state[0] if len(state) == 1 else state
 

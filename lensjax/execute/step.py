@@ -147,10 +147,12 @@ class Step(Planned):
         assert leaves is not None
         executable.prepare(leaves)  # the state is still the user's
         executable.elsewhere.update(i for i, x in enumerate(leaves) if executable.comes_elsewhere(i, x))
-        args, kwargs = self._placed(executable, leaves)
         try:
+            args, kwargs = self._placed(executable, leaves)
             result = run(executable, args, kwargs)
-        except RuntimeError as e:
+        except (OtherSignature, RuntimeError) as e:
+            if isinstance(e, OtherSignature) or "deleted" in str(e):  # by another thread, meanwhile
+                check_alive(executable.emitted.program.call.paths, leaves)
             self._check_memory(executable, args, kwargs, e)
             raise
         if executable not in self._ready:
@@ -266,7 +268,7 @@ class Step(Planned):
             self._plan(self._analyze_init(split_init(self._fn, give_back(state)[0], abstract_batch(batch))))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are
         # equal but not the same object, and JAX takes these for two tree structures.
-        shardings, tree = jax.tree.flatten(state_shardings(self.program, self.plan, device_mesh(self.plan.mesh), state))
+        shardings, tree = state_shardings(self.program, self.plan, device_mesh(self.plan.mesh), state)
         return jax.jit(lambda *a: jax.tree.leaves(create(*a)), out_shardings=shardings), given, tree
 
     def _analyze_init(self, readings: Sequence[Reading]) -> Program:

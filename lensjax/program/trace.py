@@ -62,6 +62,20 @@ class Call:
         dynamic, fixed = iter(leaves), iter(v for _, v in self.statics)
         return jax.tree.unflatten(self.tree, [next(dynamic) if d else next(fixed) for d in self.dynamic])
 
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], ...]:
+        """For each positional argument the numbers of its leaves. Known without building one: a class of the user's
+        may refuse to hold anything but arrays."""
+        number, flags, out = iter(range(len(self.leaves))), iter(self.dynamic), []
+        for argument in self.tree.children()[0].children():
+            taken = [next(flags) for _ in range(argument.num_leaves)]
+            out.append(tuple(next(number) for d in taken if d))
+        return tuple(out)
+
+    @property
+    def has_keywords(self) -> bool:
+        return self.tree.children()[1] != jax.tree.structure({})
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:

@@ -20,7 +20,7 @@ from lensjax._errors import ClusterError
 from lensjax.topology import loads
 from lensjax.topology.choice import cheapest
 from lensjax.topology.cluster import Cluster
-from lensjax.topology.factor import arrange, best_splits
+from lensjax.topology.factor import Split, arrange, best_splits
 from lensjax.topology.levels import Level, frames, levels, select, variants
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, fl
     """Device ids in mesh order on regular boxes: on the box with the least load on its links every split that the
     search kept, best first. Coarser readings of the cluster only where the plain one has no box.
     """
-    sizes, weights, best = tuple(axes.values()), [nbytes[a] for a in axes], None
+    sizes, weights = tuple(axes.values()), [nbytes[a] for a in axes]
+    best: tuple[float, list[Level], np.ndarray, list[list[Split]]] | None = None
     for frame, used in _boxes(cluster, math.prod(sizes)):
         if best is not None and frame is not best[1]:
             break
@@ -161,7 +162,8 @@ def _on_boxes(cluster: Cluster, axes: Mapping[str, int], nbytes: Mapping[str, fl
         slots = select(cluster, frame, used) if found else None
         if slots is not None:
             load = loads.seconds(cluster, _ids(cluster, arrange(slots, found[0], sizes)), nbytes, axes)
-            best = min(best or (math.inf,), (load, frame, slots, found), key=lambda box: box[0])
+            if best is None or load < best[0]:
+                best = load, frame, slots, found
     if best is not None:
         _, _, slots, found = best
         yield from (_ids(cluster, arrange(slots, splits, sizes)) for splits in found)

@@ -3,6 +3,7 @@ lost."""
 
 import dataclasses
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -289,3 +290,25 @@ def test_no_batch_lists_what_was_tried():
 def test_errors_are_lensjax_errors_and_carry_a_hint():
     assert issubclass(BatchError, lensjax.LensjaxError) and issubclass(DoesNotFit, PlanError)
     assert dataclasses.is_dataclass(lensjax.Plan)
+
+
+def test_threads_that_give_up_one_state_at_once_get_one_result_and_errors():
+    """Never a dead process: one of the calls runs, the others are told where the state went."""
+    run = lensjax.parallelize(step, plan="fsdp", cluster="cpu:8")
+    params, _ = run(create(), batch())
+    together, found = threading.Barrier(4), []
+
+    def call():
+        together.wait()
+        try:
+            found.append(run(params, batch()))
+        except lensjax.LensjaxError as e:
+            found.append(e.message)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for action in ("start", "join"):
+        for t in threads:
+            getattr(t, action)()
+    errors = [f for f in found if isinstance(f, str)]
+    assert len(found) == 4 and len(errors) == 3
+    assert all("donated to an earlier call and" in e for e in errors), errors

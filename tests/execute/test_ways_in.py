@@ -220,3 +220,40 @@ def test_init_reads_several_state_and_batch_arguments():
     close(train(p, opt, *data()), step(*create(1.0), *data()), 1e-5)
     shapes = train.abstract_state
     assert shapes[0]["w"].sharding == p["w"].sharding and shapes[1][0].mu["w"].sharding == p["w"].sharding
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Strict:
+    """Weights whose class looks at what it is given, as people's own classes do."""
+
+    def __init__(self, w, v):
+        assert w.shape[0] == 16 and v.dtype == jnp.float32, "weights must be arrays"
+        self.w, self.v = w, v
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(k), getattr(self, k)) for k in ("w", "v")], None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "dp"])
+def test_a_class_of_the_users_that_takes_arrays_only(plan):
+    def step(params, x, y):
+        return sgd({"w": params.w, "v": params.v}, x, y)
+
+    def keep(params, x, y):
+        new, loss = step(params, x, y)
+        return Strict(new["w"], new["v"]), loss
+
+    create = lambda: Strict(params()["w"], params()["v"])
+    run = lensjax.parallelize(keep, plan=plan, cluster="cpu:8")
+    state = run.init(create, batch=data())
+    expected = create()
+    for _ in range(2):
+        state, loss = run(state, *data())
+        expected, wanted = jax.jit(keep)(expected, *data())
+    close((state, loss), (expected, wanted))
+    assert type(state) is Strict
+    assert run.export("python")
