@@ -241,8 +241,13 @@ class Step(Planned):
         Arguments of `fn` that are arrays are traced; others (a seed, a config) are what they are.
 
         `batch`: an example of the step's other arguments, or ShapeDtypeStructs of it: a tuple where there are several.
-        Returns what `fn` returns.
+        Returns what `fn` returns. Raises PlanError where there is nothing to call, or no batch to plan for.
         """
+        if not callable(fn):
+            raise PlanError(
+                f"init got a {type(fn).__name__} where the function that makes the state is expected",
+                hint="state = step.init(create_state, ..., batch=batch); a state that exists goes to the step itself",
+            )
         if batch is None and self._choice is None:
             name = getattr(self._fn, "__name__", "step")
             raise PlanError(

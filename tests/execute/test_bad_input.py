@@ -249,6 +249,12 @@ def test_init_without_a_batch_shows_the_call():
     assert "step.init(create, ..., batch=batch)" in e.value.hint
 
 
+def test_init_of_a_state_that_exists_says_what_it_takes():
+    with pytest.raises(PlanError, match="got a dict where the function that makes the state") as e:
+        lensjax.parallelize(step).init(create(), batch=batch())
+    assert "create_state" in e.value.hint
+
+
 def test_ordered_effects_are_refused_before_anything_runs():
     @lensjax.parallelize(plan="dp")
     def printing(params, batch):
