@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import types
 
 import jax
@@ -33,7 +34,7 @@ def never_worse(name, machine):
     presets = [
         c for c in choice.candidates if c.name in Problem(family(name), Cluster.parse(machine), 0).preset_names()
     ]
-    best = min(c.step_s for c in presets if c.fits(choice.memory))
+    best = min((c.step_s for c in presets if c.fits(choice.memory)), default=math.inf)
     assert choice.plan.predicted.step_s <= best
     assert not any("failed" in c.reason for c in choice.candidates)
     # and what was chosen is what the scorer says of it, not what the search's model hoped
