@@ -64,6 +64,7 @@ def table(choice: Choice) -> Table:
     tiers = list(choice.plan.predicted.tiers) if choice.plan.predicted else []
     out = Table(
         "plan",
+        "",
         "step",
         "compute",
         "exposed",
@@ -79,7 +80,8 @@ def table(choice: Choice) -> Table:
         if p is None:
             continue  # said below the table, where there is room for the reason
         out.add_row(
-            _name(c, choice),
+            c.name,
+            _mark(c, choice),
             duration(p.step_s),
             duration(p.detail.get("compute", 0.0)),
             duration(p.detail.get("exposed", 0.0)),
@@ -103,23 +105,22 @@ def held(choice: Choice) -> Table | None:
     memory = [c.plan.predicted.memory for c in rows]  # type: ignore[union-attr]
     # A kind that is little under every plan goes to the rest: eight columns fit no terminal.
     shown = [k for k in _KINDS if any(m.get(k, 0.0) >= 0.05 * sum(m.values()) for m in memory)]
-    out = Table("bytes at the peak", *shown, "other", box=None, pad_edge=False)
+    out = Table("bytes at the peak", "", *shown, "other", box=None, pad_edge=False)
     _names_first(out, choice)
     for c, m in zip(rows, memory):
         rest = sum(v for k, v in m.items() if k not in shown)
-        out.add_row(_name(c, choice), *[size(m.get(k, 0.0)) for k in shown], size(rest))
+        out.add_row(c.name, _mark(c, choice), *[size(m.get(k, 0.0)) for k in shown], size(rest))
     return out
 
 
-def _name(c: Candidate, choice: Choice) -> str:
-    """With a mark that is never parted from it where it is the chosen one's."""
-    return c.name + ("\u00a0<" if c.plan is not None and c.plan.name == choice.plan.name else "")
+def _mark(c: Candidate, choice: Choice) -> str:
+    return "<" if c.plan is not None and c.plan.name == choice.plan.name else ""
 
 
 def _names_first(out: Table, choice: Choice) -> None:
     """In a narrow terminal a long name takes several lines; it is neither cut short (then it names no plan) nor gives
     way to the numbers."""
-    longest = max((len(_name(c, choice)) for c in choice.candidates), default=0)
+    longest = max((len(c.name) for c in choice.candidates), default=0)
     out.columns[0].overflow, out.columns[0].min_width = "fold", min(13, longest)
     for column in out.columns[1:]:
         column.justify, column.no_wrap = "right", True
