@@ -251,13 +251,13 @@ def mlir() -> types.SimpleNamespace:
     return types.SimpleNamespace(ir=ir, passmanager=passmanager, sdy=sdy)
 
 
-def run_passes(operation: Any, *passes: str) -> None:
+def run_passes(operation: Any, *passes: str, verify: bool = True) -> None:
     """Runs MLIR passes on a module operation, in place. Raises PartitionError with the compiler's words. The module is
-    verified before the first pass, not after each of some twenty (most of the time)."""
+    verified (if it may be wrong) before the first pass, not after each of some twenty: that took most of the time."""
     m = mlir()
     with operation.context, m.ir.Location.unknown(operation.context):
         try:
-            operation.verify()
+            _ = operation.verify() if verify else None
             (manager := m.passmanager.PassManager.parse(f"builtin.module({','.join(passes)})")).enable_verifier(False)
             manager.run(operation)
         except m.ir.MLIRError as e:

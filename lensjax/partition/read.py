@@ -52,13 +52,17 @@ class Reader:
         self.mesh = tuple(mesh.items())
         # Location -> what it says. Its text is long (a whole call stack) and takes longer than all the rest.
         self.places = {} if places is None else places
+        self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
         self.values: list[Value] = []
         self.ids: dict[Any, int] = {}
         self.scalars: dict[int, int] = {}  # value -> integer constant, for trip counts
         self.manual: set[str] = set()
 
     def add(self, value: Any, spec: Spec) -> int:
-        shape, dtype = tensor_type(str(value.type))
+        kind = value.type
+        if kind not in self.types:
+            self.types[kind] = tensor_type(str(kind))
+        shape, dtype = self.types[kind]
         spec = spec or ((),) * len(shape)
         local = tuple(-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
         size = element_bytes(dtype)
