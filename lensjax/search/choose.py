@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lensjax._collect import seldom_collected
 from lensjax._errors import BatchError, DoesNotFit, PartitionError, PlanError
 from lensjax._units import size
 from lensjax.cost.pricer import Pricer
@@ -125,7 +124,6 @@ def tier_names(cluster: Cluster) -> dict[int, str]:
     return {t.size: t.name for t in cluster.tiers}
 
 
-@seldom_collected()
 def choose(
     program: Program,
     cluster: Cluster,

@@ -73,17 +73,17 @@ def by_judging(
     Raises DoesNotFit or PlanError as `choose`.
     """
     limit = cluster.device.memory if memory is None else memory
-    found = []
+    found, priced = [], priced_by(judge)
     for name in names if names is not None else enumerate_presets(cluster.devices, [t.size for t in cluster.tiers]):
         if progress is not None:
             progress(f"compiling {name}")
         try:
-            plan = judge(preset(name, program, cluster.devices, pins=pins, tier_of=tier_names(cluster)))
+            plan = priced(preset(name, program, cluster.devices, pins=pins, tier_of=tier_names(cluster)))
             assert plan.predicted is not None
             said = (f"priced by compiling it, since {why}", *plan.predicted.findings)
             plan = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, findings=said))
             found.append(Candidate(name, plan))
-        except (PlanError, BatchError, CompileError, UnsupportedJax) as e:
+        except (PlanError, BatchError) as e:
             found.append(Candidate(name, None, e.message))
     found.sort(key=lambda c: c.step_s)
     fitting = [c for c in found if c.fits(limit)]
