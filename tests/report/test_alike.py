@@ -15,6 +15,7 @@ from tests.search.test_lost_batch import program_of
 from tests.zoo import FAMILIES
 
 PLANS = ("dp=2,fsdp=4", "fsdp=2,tp=4", "dp=2,fsdp=2,tp_sp=2", "dp=2,ep=4")
+COLLECTIVES = ("all_gather", "all_slice", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 NO_RULE = ("constant", "iota", "while", "case", "optimization_barrier", "custom_call", "reshape", "broadcast_in_dim")
 
 
@@ -27,7 +28,7 @@ def left_whole(parts, axis):
             todo += node.bodies
             values = [parts.values[v] for v in (*node.inputs, *node.outputs)]
             named = {a.split(":")[0] for v in values for axes in v.spec for a in axes}
-            moved = node.name in ("all_gather", "all_slice", "all_reduce", "all_to_all", "collective_permute")
+            moved = node.name in COLLECTIVES
             if node.outputs and any(v.shape for v in values) and axis not in named and not moved:
                 count += not any(node.name.endswith(n) for n in NO_RULE)
     return count
