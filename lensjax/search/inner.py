@@ -73,6 +73,15 @@ class Case:
         return self.moments + self.stored @ np.array([o.share for o in picked]) + held + live
 
     @functools.cached_property
+    def least(self) -> float:
+        """Bytes that no choice can undercut."""
+        held = self.moments.copy()
+        for g, options in enumerate(self.options):
+            live = [o.held + (self.gathered[g] if o.storage.params else 0.0) for o in options]
+            held += (np.array(live) + self.stored[:, g, None] * np.array([o.share for o in options])).min(axis=1)
+        return self.fixed + float(held.max())
+
+    @functools.cached_property
     def bound(self) -> float:
         """Seconds that no choice can undercut."""
         net = sum((np.min([x.net for x in o], axis=0) for o in self.options), np.zeros(len(self.kernels)))
@@ -82,10 +91,10 @@ class Case:
 
 
 class Model:
-    """The inner model of a program on a cluster."""
+    """The inner model of a program on a cluster, its batch in `micro` pieces one after the other."""
 
-    def __init__(self, program: Program, t: Tables, links: Links):
-        self.program, self.t, self.links = program, t, links
+    def __init__(self, program: Program, t: Tables, links: Links, micro: int = 1):
+        self.program, self.t, self.links, self.micro = program, t, links, micro
         self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
         self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
 
@@ -100,6 +109,22 @@ class Model:
         """Seconds that no storage choice can undercut: kernels and what is sent between them."""
         kernels, blocking, *_ = self.fixed_parts(pattern, sizes)
         return float((kernels + blocking).sum())
+
+    def least(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
+        """Bytes that no storage choice can undercut: activations, the batch and what is never split."""
+        _, _, ways, _ = self.fixed_parts(pattern, sizes)
+        return self._held(ways) + float(self._active(ways).max())
+
+    def _active(self, ways: np.ndarray) -> np.ndarray:
+        """Bytes at each moment of what is not stored."""
+        return self.t.alive[:, ~self._stored] @ (1.0 / ways[~self._stored]) / self.micro
+
+    def _held(self, ways: np.ndarray) -> float:
+        return self.t.fixed_bytes + sum(n / ways[c] for c, n in self.t.batch_arguments)
+
+    @functools.cached_property
+    def _stored(self) -> np.ndarray:
+        return np.array([k == STORED for k, _ in self.t.classes])
 
     def fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
         """(kernel seconds by region, blocking seconds by region, ways of each class, blocking calls of a trip)."""
@@ -127,20 +152,20 @@ class Model:
         t, (laid, storing) = self.t, self.laid(pattern)
         kernels, blocking, ways, calls = self.fixed_parts(pattern, sizes)
         scale = np.log2(np.array(sizes, float))
-        stored_class = np.array([k == STORED for k, _ in t.classes])
-        moments = t.alive[:, ~stored_class] @ (1.0 / ways[~stored_class])
+        moments = self._active(ways)
         stored = np.zeros((len(t.alive), len(t.groups)))
-        for c in np.flatnonzero(stored_class):
+        for c in np.flatnonzero(self._stored):
             stored[:, t.owner[c]] += t.alive[:, c]
-        batch = sum(n / ways[c] for c, n in t.batch_arguments)
-        gathered = np.zeros(len(t.groups))
+        gathered, fixed = np.zeros(len(t.groups)), self._held(ways)
         for g, group in enumerate(t.groups):
             elements = sum(np.prod(self.program.arguments[i].shape, dtype=float) for i in group.leaves)
             trips = t.regions[group.forward] if group.layer is not None and again else 1
-            gathered[g] = elements * group.wire / 2.0 ** float(laid.weights[g] @ scale) / trips
+            by_rule = 2.0 ** float(laid.weights[g] @ scale)
+            gathered[g] = elements * group.wire / by_rule / trips
+            if self.micro > 1:  # each piece's gradients and their sum, in float32 and whole but for the rules
+                fixed += 2 * 4.0 * elements / by_rule
         options = storing.options(sizes, self.links, again)
         most = [max(o, key=lambda x: len(x.storage.params) + len(x.storage.state)).net for o in options]
         span = blocking + np.maximum(kernels, sum(most, np.zeros(len(kernels))))
         waits = np.divide(calls * np.array(t.regions), 2 * span, out=np.zeros(len(span)), where=span > 0)
-        fixed = t.fixed_bytes + batch
         return Case(pattern, sizes, again, kernels, blocking, options, moments, stored, fixed, gathered, waits)

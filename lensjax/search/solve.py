@@ -40,6 +40,8 @@ def solve(case: Case, limit: float) -> Solution | None:
     greedy = [int(np.argmin([alone(o) for o in options])) for options in case.options]
     if case.bytes(greedy) <= limit and case.seconds(greedy) <= case.bound * (1 + 1e-9):
         return _solution(case, greedy)
+    if case.least > limit * (1 + 1e-9):
+        return None
     least = [int(np.argmin([o.held for o in options])) for options in case.options]
     moments: list[int] = []
     for start in (greedy, least):
