@@ -46,7 +46,7 @@ SLOW = [
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [((), ()), ((0,), (0,))])
 def test_a_plan_in_micro_batches_of_one_example_with_rules_equals_one_device(stored):
-    """A share of one example has no batch axis, and the update knows no sequence: rules for both are for other parts."""
+    """A share of one example has no batch axis, the update no sequence: rules for both are for other parts."""
     problem = Problem(family("gqa_rope_swiglu"), CLUSTER, CLUSTER.device.memory)
     local = problem.program.batch.size // 4
     pieces = problem.in_micro_batches(local)
