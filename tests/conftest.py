@@ -1,5 +1,5 @@
-"""Eight emulated CPU devices for every test, set before JAX starts. Nothing here is timed, so XLA:CPU optimizes at level
-1, which compiles twice as fast as its default (level 0 gives NaN gradients, on one device too)."""
+"""Eight emulated CPU devices for every test, set before JAX starts. Nothing here is timed, so XLA:CPU optimizes at
+level 1, which compiles twice as fast as its default (level 0 gives NaN gradients, on one device too)."""
 
 import os
 

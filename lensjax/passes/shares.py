@@ -26,7 +26,7 @@ from lensjax.passes.compress import Compressed, hidden
 from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
-from lensjax.passes.pin import Share, activation_rules, pin
+from lensjax.passes.pin import Share, pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.shardings import Shardings, named, whole
@@ -67,8 +67,6 @@ class _Shares:
         self.reduce = reduce
         self.split, self.sizes = program.split, sizes(program, plan)
         self.count = len(program.arguments)
-        if plan.mesh.size > 1:
-            activation_rules(program, plan)
         self.after = update(program)
         self.specs, self.owners = self._total_specs()
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
@@ -105,20 +103,10 @@ class _Shares:
             # A pass for early totals has no backward, for which something would be kept.
             kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
             prepared = inside(kept, self.plan, self.mesh, z.axes)
-            pinned = pin(prepared, self._ruled(prepared), self.mesh, specs, Share(z.axes, partials))
+            pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
             fixed = [i for i, s in enumerate(self.split.inputs) if s.kind != "B"]
             made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, fixed))
         return _Pass(tuple(wanted), tuple(known), results, made[0], made[1])
-
-    def _ruled(self, part: Program) -> Plan:
-        """The plan with the rules for axes that a part of the step has: a share of one example has no batch axis, the
-        update may know a sequence only as a whole. `activation_rules` has seen that the step has them all."""
-        rules = self.plan.rules
-        if set(rules.activations) <= {"batch"}:
-            return self.plan
-        names = set(part.logical.names)
-        kept = {name: axes for name, axes in rules.activations.items() if name in names}
-        return self.plan.replace(rules=dataclasses.replace(rules, activations=kept))
 
     def _share_specs(self, part: Program) -> list[Spec]:
         """Specs of a share's arguments: weights as they are, its own batch over the axes that are left."""
@@ -201,8 +189,8 @@ class _Shares:
         arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
         results = tuple(self.shardings.results[r] for r in self.after.results)
         specs = Shardings(arguments, results, self.shardings.gradients)
-        made = inside(self.after.program, self.plan, self.mesh, ())
-        pinned = pin(made, self._ruled(made), self.mesh, specs)
+        program = inside(self.after.program, self.plan, self.mesh, ())
+        pinned = pin(program, self.plan, self.mesh, specs, whole=False)
         return jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr))
 
     # ---- running ------------------------------------------------------------------------------------------------
