@@ -152,7 +152,8 @@ def choose(
     candidates = sorted([*found, *candidates], key=_rank)
     candidates = sorted([*candidates, *_with_levels(candidates, pricer, limit, stop)], key=_rank)
     if not any(c.fits(limit) for c in candidates):
-        candidates = sorted([*candidates, *_in_micro_batches(candidates, pricer, limit, stop, progress)], key=_rank)
+        pieces = _in_micro_batches(problem, candidates, pricer, propose, progress)
+        candidates = sorted([*candidates, *pieces], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
         raise nothing_fits(program, candidates, limit)
@@ -230,8 +231,8 @@ def _content(plan: Plan) -> str:
 
 
 def _with_inner(problem: Problem, c: Candidate, proposal: Proposal) -> Candidate:
-    if proposal.bound is None or c.plan is None or c.plan.layers:
-        return c  # the search's own model does not know recompute
+    if proposal.bound is None or c.plan is None or c.plan.layers or c.plan.micro != Micro():
+        return c  # the bound is that of plans without recompute, the batch at once
     try:
         solution = solution_of(problem, c.plan)
     except PlanError:
@@ -263,29 +264,31 @@ def _with_levels(
 
 
 def _in_micro_batches(
+    problem: Problem,
     candidates: Sequence[Candidate],
     pricer: Pricer,
-    limit: float,
-    stop: Callable[[], bool],
+    propose: Callable[[Problem], Proposal],
     progress: Callable[[str], None] | None,
 ) -> list[Candidate]:
-    """The fastest plans in as few micro-batches as fit: when nothing fits else, a device goes through its part of the
-    batch piece by piece. What a step does not let do (see `Program.split`) keeps its reason."""
+    """Plans in micro-batches, more until that brings nothing: when nothing fits else, a device goes through its part
+    of the batch piece by piece. The fastest plans that do not fit are tried, and what the strategy proposes when it
+    knows of the pieces. What a step does not let do (see `Program.split`) keeps its reason."""
     out: list[Candidate] = []
-    for c in [c for c in candidates if c.plan is not None][:RECOMPUTED]:
-        assert c.plan is not None and c.plan.predicted is not None
-        held = c.plan.predicted.peak_bytes
-        for count in MICRO_BATCHES:
-            if stop():
-                return out
-            name = f"{c.name} in {count} micro-batches"
-            plan = c.plan.replace(micro=Micro(count), name=name)
-            (made,) = price_all([(name, lambda plan=plan: plan)], pricer, progress)
-            out.append(made)
-            now = made.plan.predicted.peak_bytes if made.plan is not None and made.plan.predicted is not None else held
-            if now >= held or made.fits(limit):
-                break  # each piece's gradients are summed whole: split parameters may gain less than that costs
-            held = now
+    best = math.inf
+    fastest = [c for c in candidates if c.plan is not None][:RECOMPUTED]
+    for count in MICRO_BATCHES:
+        named = [(f"{c.name} in {count} micro-batches", c.plan.replace(micro=Micro(count))) for c in fastest if c.plan]
+        made = price_all([(n, lambda n=n, p=p: p.replace(name=n)) for n, p in named], pricer, progress, problem.stop)
+        # Each piece's gradients are summed whole: split parameters may gain less than that costs.
+        held = {c.name: c.plan.predicted.peak_bytes for c in fastest if c.plan and c.plan.predicted}
+        fastest = [c for c, m in zip(fastest, made) if m.fits(held[c.name])]
+        if problem.program.split.micro and problem.cluster.devices > 1 and not problem.stop():
+            made += _search(problem.in_micro_batches(count), pricer, propose, made, progress)[0]
+        out += made
+        now = min((m.step_s for m in made if m.fits(problem.memory)), default=math.inf)
+        if problem.stop() or (best < math.inf and now >= best):
+            break
+        best = min(best, now)
     return out
 
 

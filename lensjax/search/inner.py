@@ -1,11 +1,13 @@
 """The inner model: seconds and bytes of a mesh, a rule set and a storage choice, from tables.
 
-    seconds = sum over regions of   sent between matmuls + max(kernels, weights on the way) + first weight
+    seconds = sum over regions of   sent between matmuls + max(kernels, weights on the way) + first weight + waits
     bytes   = stored tensors + the largest of all moments of (buffers alive) + gathered weights
 
 A region is a loop (all of its trips) or what is outside of loops. What is sent between matmuls stands in their way;
-weights travel beside them, except the first that a trip waits for. Everything that a choice changes is linear in the
-choice, so that the best choice and a bound on all others can be found exactly (`solve`).
+weights travel beside them, except the first that a trip waits for. The network does one thing at a time: what is sent
+between matmuls waits until the weights that are just travelling have arrived. For calls of l seconds each that come at
+any time this takes sum(l^2) / 2T of a time T (the residual life of renewal theory). Everything that a choice changes is
+linear in the choice, so that the best choice and a bound on all others can be found exactly (`solve`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from lensjax.program.program import Program
 from lensjax.search.links import Links
 from lensjax.search.rules import Laid, Layout, Pattern, lay
 from lensjax.search.storage import Option, Storing, leaves_of
+from lensjax.search.sums import MOVED
 from lensjax.search.tables import STORED, Tables
 
 # Part of a region's weight communication that nothing hides: the first of the calls of a trip.
 EXPOSED = 1 / 12
 
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Case:
 
     kernels, blocking: seconds by region that no choice changes. options: of every group. moments: float [moments]
     bytes alive that no choice changes; stored: float [moments, groups] bytes of stored buffers, unsplit by storage.
-    fixed: bytes that are always held; gathered: bytes of whole weights by group while layers run.
+    fixed: bytes that are always held; gathered: bytes of whole weights by group while layers run. waits: by region,
+    seconds that blocking calls wait for each square second of an option.
     """
 
     pattern: Pattern
@@ -46,11 +50,17 @@ class Case:
     stored: np.ndarray
     fixed: float
     gathered: np.ndarray
+    waits: np.ndarray | float = 0.0
 
     def seconds(self, chosen: list[int]) -> float:
         net = sum((o[i].net for o, i in zip(self.options, chosen)), np.zeros(len(self.kernels)))
         work = sum((o[i].work for o, i in zip(self.options, chosen)), np.zeros(len(self.kernels)))
-        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum())
+        waited = sum(self.waited(o[i]) for o, i in zip(self.options, chosen))
+        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum() + waited)
+
+    def waited(self, option: Option) -> float:
+        """Seconds that blocking calls wait for what an option sends."""
+        return float((self.waits * option.squares).sum())
 
     def bytes(self, chosen: list[int]) -> float:
         return self.fixed + float(self.by_moment(chosen).max())
@@ -63,18 +73,28 @@ class Case:
         return self.moments + self.stored @ np.array([o.share for o in picked]) + held + live
 
     @functools.cached_property
+    def least(self) -> float:
+        """Bytes that no choice can undercut."""
+        held = self.moments.copy()
+        for g, options in enumerate(self.options):
+            live = [o.held + (self.gathered[g] if o.storage.params else 0.0) for o in options]
+            held += (np.array(live) + self.stored[:, g, None] * np.array([o.share for o in options])).min(axis=1)
+        return self.fixed + float(held.max())
+
+    @functools.cached_property
     def bound(self) -> float:
         """Seconds that no choice can undercut."""
         net = sum((np.min([x.net for x in o], axis=0) for o in self.options), np.zeros(len(self.kernels)))
         work = sum((np.min([x.work for x in o], axis=0) for o in self.options), np.zeros(len(self.kernels)))
-        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum())
+        waited = sum(min(self.waited(x) for x in o) for o in self.options)
+        return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum() + waited)
 
 
 class Model:
-    """The inner model of a program on a cluster."""
+    """The inner model of a program on a cluster, its batch in `micro` pieces one after the other."""
 
-    def __init__(self, program: Program, t: Tables, links: Links):
-        self.program, self.t, self.links = program, t, links
+    def __init__(self, program: Program, t: Tables, links: Links, micro: int = 1):
+        self.program, self.t, self.links, self.micro = program, t, links, micro
         self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
         self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
 
@@ -87,11 +107,27 @@ class Model:
 
     def floor(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
         """Seconds that no storage choice can undercut: kernels and what is sent between them."""
-        kernels, blocking, _ = self.fixed_parts(pattern, sizes)
+        kernels, blocking, *_ = self.fixed_parts(pattern, sizes)
         return float((kernels + blocking).sum())
 
+    def least(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
+        """Bytes that no storage choice can undercut: activations, the batch and what is never split."""
+        _, _, ways, _ = self.fixed_parts(pattern, sizes)
+        return self._held(ways) + float(self._active(ways).max())
+
+    def _active(self, ways: np.ndarray) -> np.ndarray:
+        """Bytes at each moment of what is not stored."""
+        return self.t.alive[:, ~self._stored] @ (1.0 / ways[~self._stored]) / self.micro
+
+    def _held(self, ways: np.ndarray) -> float:
+        return self.t.fixed_bytes + sum(n / ways[c] for c, n in self.t.batch_arguments)
+
+    @functools.cached_property
+    def _stored(self) -> np.ndarray:
+        return np.array([k == STORED for k, _ in self.t.classes])
+
     def fixed_parts(self, pattern: Pattern, sizes: tuple[int, ...]) -> Parts:
-        """(kernel seconds by region, blocking seconds by region, ways of each class)."""
+        """(kernel seconds by region, blocking seconds by region, ways of each class, blocking calls of a trip)."""
         if (pattern, sizes) not in self._parts:
             self._parts[pattern, sizes] = self._fixed_parts(pattern, sizes)
         return self._parts[pattern, sizes]
@@ -105,26 +141,31 @@ class Model:
         each = np.maximum(arithmetic, traffic) + t.kernel_launch
         regions = len(t.regions)
         kernels = np.bincount(t.kernel_region, weights=each * np.array(t.regions)[t.kernel_region], minlength=regions)
-        blocking = np.zeros(regions)
+        blocking, calls = np.zeros(regions), np.zeros(regions)
         for op, axes, split, nbytes, trips, where in laid.calls:
-            seconds = self.links.seconds(op, sizes, axes, nbytes / 2.0 ** sum(scale[m] for m in split))
-            np.add.at(blocking, where, trips * seconds)
-        return kernels, blocking, ways
+            each = nbytes / 2.0 ** sum(scale[m] for m in split)
+            np.add.at(blocking, where, trips * self.links.seconds(op, sizes, axes, each))
+            np.add.at(calls, where, each >= MOVED)
+        return kernels, blocking, ways, calls
 
     def case(self, pattern: Pattern, sizes: tuple[int, ...], again: bool) -> Case:
         t, (laid, storing) = self.t, self.laid(pattern)
-        kernels, blocking, ways = self.fixed_parts(pattern, sizes)
+        kernels, blocking, ways, calls = self.fixed_parts(pattern, sizes)
         scale = np.log2(np.array(sizes, float))
-        stored_class = np.array([k == STORED for k, _ in t.classes])
-        moments = t.alive[:, ~stored_class] @ (1.0 / ways[~stored_class])
+        moments = self._active(ways)
         stored = np.zeros((len(t.alive), len(t.groups)))
-        for c in np.flatnonzero(stored_class):
+        for c in np.flatnonzero(self._stored):
             stored[:, t.owner[c]] += t.alive[:, c]
-        batch = sum(n / ways[c] for c, n in t.batch_arguments)
-        gathered = np.zeros(len(t.groups))
+        gathered, fixed = np.zeros(len(t.groups)), self._held(ways)
         for g, group in enumerate(t.groups):
             elements = sum(np.prod(self.program.arguments[i].shape, dtype=float) for i in group.leaves)
             trips = t.regions[group.forward] if group.layer is not None and again else 1
-            gathered[g] = elements * group.wire / 2.0 ** float(laid.weights[g] @ scale) / trips
+            by_rule = 2.0 ** float(laid.weights[g] @ scale)
+            gathered[g] = elements * group.wire / by_rule / trips
+            if self.micro > 1:  # each piece's gradients and their sum, in float32 and whole but for the rules
+                fixed += 2 * 4.0 * elements / by_rule
         options = storing.options(sizes, self.links, again)
-        return Case(pattern, sizes, again, kernels, blocking, options, moments, stored, t.fixed_bytes + batch, gathered)
+        most = [max(o, key=lambda x: len(x.storage.params) + len(x.storage.state)).net for o in options]
+        span = blocking + np.maximum(kernels, sum(most, np.zeros(len(kernels))))
+        waits = np.divide(calls * np.array(t.regions), 2 * span, out=np.zeros(len(span)), where=span > 0)
+        return Case(pattern, sizes, again, kernels, blocking, options, moments, stored, fixed, gathered, waits)

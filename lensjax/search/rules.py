@@ -149,7 +149,9 @@ class Layout:
                 moved.setdefault("all_gather", []).append(m)
         for op, axes in moved.items():
             rest = list(lies) if op in ("all_reduce", "all_to_all") else [m for m in lies if m not in axes]
-            out.append(self.event(op, axes, rest, c.result, c.region, (c.result, "result")))
+            summed = op in ("all_reduce", "reduce_scatter") and c.total >= 0
+            key = (c.total if summed else c.result, "result")
+            out.append(self.event(op, axes, rest, c.result, c.region, key))
         return out
 
     def dims(self, v: int) -> Dims:

@@ -1,6 +1,6 @@
 """The best choice of a case, exactly: a mixed-integer program over the options of every group (scipy's HiGHS).
 
-    minimise   sum over regions of T_r + EXPOSED * net_r
+    minimise   sum over regions of T_r + EXPOSED * net_r + waits_r
     where      T_r >= kernels_r + work_r,  T_r >= net_r,  one option for each group
     and        bytes at every moment <= limit
 
@@ -36,9 +36,12 @@ class Solution:
 
 def solve(case: Case, limit: float) -> Solution | None:
     """The fastest choice that holds at most `limit` bytes at every moment; None where none does."""
-    greedy = [int(np.argmin([(o.net * (1 + EXPOSED) + o.work).sum() for o in options])) for options in case.options]
+    alone = lambda o: (o.net * (1 + EXPOSED) + o.work).sum() + case.waited(o)
+    greedy = [int(np.argmin([alone(o) for o in options])) for options in case.options]
     if case.bytes(greedy) <= limit and case.seconds(greedy) <= case.bound * (1 + 1e-9):
         return _solution(case, greedy)
+    if case.least > limit * (1 + 1e-9):
+        return None
     least = [int(np.argmin([o.held for o in options])) for options in case.options]
     moments: list[int] = []
     for start in (greedy, least):
@@ -69,7 +72,8 @@ def _program(case: Case, limit: float, moments: list[int]) -> list[int] | None:
     work = np.array([o.work for o in flat]).reshape(n, regions)
     # Seconds and bytes near one: the solver's tolerances are absolute, and it fails on coefficients of a huge range.
     scale = max(case.bound, 1e-3 * float(max(net.max(initial=0), work.max(initial=0)))) or 1.0
-    objective = np.concatenate([EXPOSED * net.sum(1) / scale, np.ones(regions)])
+    waits = np.array([case.waited(o) for o in flat])
+    objective = np.concatenate([(EXPOSED * net.sum(1) + waits) / scale, np.ones(regions)])
     rows, low, high = [], [], []
     start = 0
     for count in counts:

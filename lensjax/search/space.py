@@ -105,6 +105,10 @@ class Shape:
     pattern: Pattern
     sizes: tuple[int, ...]
 
+    def ways(self, *roles: str) -> int:
+        """In how many parts the axes of these roles split together."""
+        return math.prod(self.sizes[m] for m in self.pattern.axes(*roles))
+
 
 def shapes(program: Program, axes: Axes, devices: int) -> Iterator[Shape]:
     """Every mesh with its rule set. `devices` is what the sizes multiply to."""

@@ -39,13 +39,15 @@ class Storage:
 @dataclasses.dataclass(frozen=True)
 class Option:
     """One choice for a group: seconds of communication `net` and of computation `work` by region, bytes that it holds
-    throughout (`held`), and by how much it divides the group's stored buffers (`share`: 1 whole, 0.125 in eight)."""
+    throughout (`held`), and by how much it divides the group's stored buffers (`share`: 1 whole, 0.125 in eight).
+    `squares`: by region, the sum of the squares of the seconds of each call of `net`."""
 
     storage: Storage
     net: np.ndarray
     work: np.ndarray
     held: float
     share: float
+    squares: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
 
 
 def storages(axes: Sequence[int]) -> tuple[Storage, ...]:
@@ -133,7 +135,8 @@ class Storing:
         regions = len(self.t.regions)
         found: dict[tuple, Option] = {}
         for storage in storages(tuple(m for m in self.axes[g] if sizes[m] > 1)):
-            net, work = np.zeros(regions), np.zeros(regions)
+            net, work, squares = np.zeros(regions), np.zeros(regions), np.zeros(regions)
+            travels = functools.partial(_travels, net, squares, seconds, sum(leaf.count for leaf in self.leaves[g]))
             held, stored, whole = 0.0, 0.0, 0.0
             travel = np.zeros(3)  # bytes that are gathered, reduced with a scatter, reduced whole
             updated = 0.0
@@ -153,27 +156,24 @@ class Storing:
             every = tuple(m for m in self.reducing if not self.laid.weights[g, m])
             ways = math.prod(sizes[m] for m in storage.state)
             if travel[0]:
-                inside = again and group.layer is not None
-                call = trips if inside else 1
-                one = call * seconds("all_gather", storage.params, travel[0] / call)
-                if inside:
-                    net[group.forward] += one
-                    net[group.backward] += one
+                if again and group.layer is not None:
+                    travels(group.forward, trips, "all_gather", storage.params, travel[0])
+                    travels(group.backward, trips, "all_gather", storage.params, travel[0])
                 elif group.layer is not None:
-                    work[0] += one  # a whole stack, before the loop: nothing runs beside it
+                    work[0] += seconds("all_gather", storage.params, travel[0])  # before the loop: nothing runs beside
                 else:
-                    net[0] += one
+                    travels(0, 1, "all_gather", storage.params, travel[0])
             call = trips if group.layer is not None else 1
             if travel[1]:
-                net[group.backward] += call * seconds("reduce_scatter", storage.state, travel[1] / call)
-                net[group.backward] += call * seconds("all_reduce", rest, travel[1] / call / ways)
+                travels(group.backward, call, "reduce_scatter", storage.state, travel[1])
+                travels(group.backward, call, "all_reduce", rest, travel[1] / ways)
             if travel[2]:
-                net[group.backward] += call * seconds("all_reduce", every, travel[2] / call)
+                travels(group.backward, call, "all_reduce", every, travel[2])
             if updated:
                 more = tuple(m for m in storage.state if m not in storage.params)
                 work[0] += seconds("all_gather", more, updated)  # the step's last: nothing runs beside it
             work[0] += self.t.stored_bytes[g] * share / self.t.bandwidth
-            found.setdefault(key, Option(storage, net, work, held, share))
+            found.setdefault(key, Option(storage, net, work, held, share, squares))
         return list(found.values())
 
 
@@ -184,6 +184,24 @@ def _seconds(
     wait for each other become calls of up to COMBINE bytes. `together`: bytes of all that travel at the same time."""
     call = max(nbytes, min(together, COMBINE))
     return float(links.seconds(op, sizes, axes, call)) * nbytes / call if call else 0.0
+
+
+def _travels(
+    net: np.ndarray,
+    squares: np.ndarray,
+    seconds: Callable[[str, tuple[int, ...], float], float],
+    leaves: int,
+    region: int,
+    trips: int,
+    op: str,
+    axes: tuple[int, ...],
+    nbytes: float,
+) -> None:
+    """Adds what a group sends, `nbytes` in so many trips, to the seconds and square seconds of a region: leaf by leaf,
+    small ones together."""
+    one = seconds(op, axes, nbytes / trips)
+    net[region] += trips * one
+    squares[region] += trips * one**2 / max(1.0, min(leaves, nbytes / trips / COMBINE))
 
 
 def _item(leaf: Leaf) -> float:

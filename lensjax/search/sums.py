@@ -25,6 +25,7 @@ NOT_PASSING = frozenset(
      "stablehlo.scatter", "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"]
 )  # fmt: skip
 MOVED = 2**20
+MATMULS = ("stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Contraction:
     `pairs[k]`: dimension of operand k -> dimension of the result; `summed[k]`: dimensions of operand k that are summed
     over, in the order in which they meet. `weight`: it makes a weight's gradient (its partial sums are the group's).
     `passes`: nothing meets: a value changes its shape, and a dimension may end (a pad of what experts return).
+    `total`: the value in which its partial sums become a total: the result, or what it is added to other matmuls'
+    results in, which XLA sums first (`lensjax.partition.simplify`).
     """
 
     operands: tuple[int, ...]
@@ -43,6 +46,7 @@ class Contraction:
     region: int
     weight: bool
     passes: bool = False
+    total: int = -1
 
 
 def _dot(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Met | None:

@@ -13,7 +13,7 @@ alike (one layer stack, the same sizes) form one *group*: an unrolled network ha
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -23,17 +23,21 @@ from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
 from lensjax.partition.flops import flops
 from lensjax.partition.fusion import ALIASES, FREE, Fusion, Fusions, sources
-from lensjax.partition.text import named_list
 from lensjax.partition.whole import Whole
 from lensjax.partition.work import Worker
 from lensjax.program.program import Program
-from lensjax.search.sums import MOVED, NOT_PASSING, SUMS, Contraction, Dims
+from lensjax.search.sums import MATMULS, MOVED, NOT_PASSING, SUMS, Contraction, Dims
 from lensjax.topology.cluster import Device
 
 # Operands that are less than this part of what a kernel moves say nothing about what it works on.
 SMALL = 0.01
 # Above so many moments it takes less time to look at all of them than to find out which matter.
 MOMENTS = 1000
+
+# What leaves a parameter the parameter that it is.
+PASSING = frozenset(
+    [*ALIASES, "stablehlo.convert", "stablehlo.transpose", "stablehlo.dynamic_slice", "stablehlo.slice"]
+)
 
 ACTIVATION, USE, STORED, OTHER = range(4)
 
@@ -108,7 +112,11 @@ class _Maker:
             a for i, x in enumerate(program.arguments) if x.role == "batch" for d in self.dims[invars[i]] for a in d
         )
         self.signature: dict[tuple, int] = {}
+        self.alike: dict[tuple, list[int]] = defaultdict(list)
         self.groups = self._groups()
+        # Which group's parameters a value is, cast or cut out of a stack: layers of two stacks may have equal sizes.
+        self.origin = {invars[i]: g for g, (_, _, leaves) in enumerate(self.groups) for i in leaves}
+        self.unclear: list[tuple[int, int, int]] = []  # (value, region, group by its sizes) of weights of no origin
         self.classes: dict[tuple, int] = {}
         self.owner: list[int] = []
         self.regions: list[int] = [1]
@@ -118,6 +126,8 @@ class _Maker:
         self.read_in: dict[int, list[int]] = defaultdict(list)
         self.wire: dict[int, float] = {}
         self.used: set[int] = set()
+        self.sums: set[int] = set()  # results of matmuls, and sums of these alone
+        self.total: dict[int, int] = {}  # of these the ones that go into a sum alone -> the sum
 
     def _padded(self) -> list[Dims]:
         known = list(self.whole.dims)
@@ -137,6 +147,7 @@ class _Maker:
             number = len(groups)
             self.signature.setdefault((layer is not None, shape), number)
             groups.append((self.program.arguments[leaves[0]].path, layer, leaves))
+            self.alike[layer is not None, shape].append(number)
             if layer is None:
                 self.signature.setdefault(("plain", shape), number)
             else:
@@ -145,15 +156,20 @@ class _Maker:
         return groups
 
     def group_of(self, v: int, inside: bool) -> int | None:
-        """The group whose tensors a value without batch axes looks like, by its sizes: in a loop a slice of a stack
-        first, outside a whole stack."""
+        """The group of a value without batch axes: whose parameters it is, or else whose it looks like, by its sizes:
+        in a loop a slice of a stack first, outside a whole stack."""
+        if v in self.origin:
+            return self.origin[v]
         shape = tuple(n for n in self.values[v].shape if n > 1)
         if not shape:
             return None
         slice_, plain = ("slice", tuple(sorted(shape))), ("plain", tuple(sorted(shape)))
-        stack = ("stack", tuple(sorted(shape[1:])), shape[0])
-        keys = (slice_, plain) if inside else (stack, plain, slice_)
+        keys = (slice_, plain) if inside else (self._stack(shape), plain, slice_)
         return next((self.signature[k] for k in keys if k in self.signature), None)
+
+    @staticmethod
+    def _stack(shape: tuple[int, ...]) -> tuple:
+        return "stack", tuple(sorted(shape[1:])), shape[0]
 
     # ---- classes ------------------------------------------------------------------------------------------------
 
@@ -164,6 +180,10 @@ class _Maker:
             group = -1
         else:
             found = self.group_of(v, inside)
+            shape = tuple(n for n in self.values[v].shape if n > 1)
+            if inside and found is None and shape:  # a loop carries whole stacks as they are stored
+                found = self.signature.get(self._stack(shape))
+                stored |= found is not None
             group = -1 if found is None else found
             key = (OTHER, dims) if found is None else (STORED, group) if stored else (USE, dims)
         if key not in self.classes:
@@ -178,6 +198,7 @@ class _Maker:
         self.body(body, 0)
         p = Partitioned({}, self.values, body, Region(1, ()), {}, 0, self.fusions)
         alive = self.liveness(p)
+        self._settle()
         rows = [np.zeros(len(self.classes)) for _ in self.kernels]
         for row, k in zip(rows, self.kernels):
             for c, n in k[4].items():
@@ -206,7 +227,7 @@ class _Maker:
             kernel_axes=tuple(k[2] for k in self.kernels),
             kernel_launch=np.array([k[3] for k in self.kernels], float),
             kernel_bytes=np.array([np.pad(r, (0, width - len(r))) for r in rows]).reshape(len(rows), width),
-            contractions=tuple(self.contractions),
+            contractions=tuple(dataclasses.replace(c, total=self._total(c.result)) for c in self.contractions),
             groups=tuple(groups),
             stored_bytes=np.array([self.stored[g] for g in range(len(groups))], float),
             alive=np.pad(alive, ((0, 0), (0, width - alive.shape[1]))),
@@ -222,7 +243,9 @@ class _Maker:
     def body(self, body: Body, region: int) -> None:
         model = self.fusions(body)
         inside = region > 0
+        uses = Counter(v for node in body.nodes for v in node.inputs) + Counter(body.results)
         for node in body.nodes:
+            self._follow(node)
             if node.bodies:
                 for inner in node.bodies:
                     self.regions.append(self.regions[region] * (node.trips or 1))
@@ -230,11 +253,23 @@ class _Maker:
                 continue
             self.passing(node, region)
             self.contraction(node, region, inside)
+            if node.name == "stablehlo.add" and all(uses[v] == 1 and v in self.sums for v in node.inputs):
+                self.total.update(dict.fromkeys(node.inputs, node.outputs[0]))
+                self.sums.add(node.outputs[0])
             if node.name in ALIASES or node.name in FREE:
                 continue
             if node.outputs and not any(v in model.stored for v in node.outputs):
                 continue
             self.kernel(node, model, region, inside)
+
+    def _follow(self, node: Node) -> None:
+        for inner in node.bodies:
+            if len(inner.arguments) == len(node.inputs):
+                self.origin.update(
+                    (a, self.origin[v]) for a, v in zip(inner.arguments, node.inputs) if v in self.origin
+                )
+        if node.name in PASSING and node.inputs[0] in self.origin:
+            self.origin[node.outputs[0]] = self.origin[node.inputs[0]]
 
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
         op = Worker(self.fusions, ()).operation(node, model, 1)
@@ -254,9 +289,10 @@ class _Maker:
             self.kernels.append((region, 0.0, (), self.launch, {}))
             return
         axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
-        if node.name == "stablehlo.dot_general":
-            left = named_list("lhs_contracting_dimensions", node.attributes["dot_dimension_numbers"])
-            axes += [self.dims[node.inputs[0]][d] for d in left]
+        met = SUMS[node.name](node, self.values, self.dims) if node.name in MATMULS else None
+        if met is not None:
+            (first, *_), _, (summed, *_) = met
+            axes += [self.dims[first][d] for d in summed]
         seconds = flops(node, self.values) / rate(op, self.device) if multiplies(op) else 0.0
         self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class)))
 
@@ -269,6 +305,7 @@ class _Maker:
             return
         operands, pairs, summed = found
         result = node.outputs[0]
+        self.sums |= {result} if node.name in MATMULS else set()
         weight = self._is_weight(result, inside)
         for v in operands if node.name != "stablehlo.reduce" else ():
             if self._is_weight(v, inside):
@@ -276,6 +313,11 @@ class _Maker:
         if weight:
             self._note_use(result, region, inside)
         self.contractions.append(Contraction(operands, result, pairs, summed, region, weight))
+
+    def _total(self, v: int) -> int:
+        while v in self.total:
+            v = self.total[v]
+        return v
 
     def passing(self, node: Node, region: int) -> None:
         """Notes an operation that is no sum in which a dimension of an operand ends or begins: what is split along it
@@ -297,11 +339,26 @@ class _Maker:
 
     def _note_use(self, v: int, region: int, inside: bool) -> None:
         group = self.group_of(v, inside)
-        if group is not None:
-            self.read_in[group].append(region)
-            self.used.add(v)
-            own = element_bytes(self.values[v].dtype)
-            self.wire[group] = min(self.wire.get(group, own), own)
+        if group is None:
+            return
+        self.used.add(v)
+        if v in self.origin:
+            self._use(group, v, region)
+        else:
+            self.unclear.append((v, region, group))
+
+    def _use(self, group: int, v: int, region: int) -> None:
+        self.read_in[group].append(region)
+        own = element_bytes(self.values[v].dtype)
+        self.wire[group] = min(self.wire.get(group, own), own)
+
+    def _settle(self) -> None:
+        """Gradients go to the group of their sizes whose weights are read in the same loop, where there are several."""
+        read = {g: set(regions) for g, regions in self.read_in.items()}
+        shape_of = {g: key for key, groups in self.alike.items() for g in groups}
+        for v, region, group in self.unclear:
+            here = [g for g in self.alike[shape_of[group]] if region in read.get(g, ())]
+            self._use(here[0] if here and group not in here else group, v, region)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,18 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [((), ()), ((0,), (0,))])
+def test_a_plan_in_micro_batches_of_one_example_with_rules_equals_one_device(stored):
+    """A share of one example has no batch axis, the update no sequence: rules for both are for other parts."""
+    problem = Problem(family("gqa_rope_swiglu"), CLUSTER, CLUSTER.device.memory)
+    local = problem.program.batch.size // 4
+    pieces = problem.in_micro_batches(local)
+    plan = plan_of(pieces, shape_with(pieces, ("data", "tensor"), (4, 2)), Storage(*stored))
+    assert plan.micro.count == local and any(name != "batch" for name in plan.rules.activations)
+    compare("gqa_rope_swiglu", plan, "cpu:8")
+
+
 def check(name, roles, sizes, stored):
     problem = Problem(family(name), CLUSTER, CLUSTER.device.memory)
     plan = plan_of(problem, shape_with(problem, roles, sizes), Storage(*stored))

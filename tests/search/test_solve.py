@@ -24,7 +24,10 @@ def random_case(rng: np.random.Generator, groups: int = 3, regions: int = 3, mos
     for _ in range(groups):
         ways = storages((0, 1))[: int(rng.integers(1, most + 1))]
         options.append([
-            Option(s, price(regions), price(regions), rng.integers(0, 20) * 1e9, float(rng.choice([1, 0.5, 0.25])))
+            Option(
+                s, price(regions), price(regions), rng.integers(0, 20) * 1e9, float(rng.choice([1, 0.5, 0.25])),
+                price(regions) ** 2,
+            )
             for s in ways
         ])  # fmt: skip
     moments = rng.integers(0, 30, int(rng.integers(1, 6))) * 1e9
@@ -39,6 +42,7 @@ def random_case(rng: np.random.Generator, groups: int = 3, regions: int = 3, mos
         stored=rng.integers(0, 10, (len(moments), groups)) * 1e9,
         fixed=float(rng.integers(0, 5)) * 1e9,
         gathered=rng.integers(0, 5, groups) * 1e9,
+        waits=price(regions) * 10,
     )
 
 
@@ -96,7 +100,10 @@ def test_a_faster_link_is_never_slower(seed, factor):
     faster = dataclasses.replace(
         case,
         blocking=case.blocking * factor,
-        options=[[dataclasses.replace(o, net=o.net * factor) for o in options] for options in case.options],
+        options=[
+            [dataclasses.replace(o, net=o.net * factor, squares=o.squares * factor**2) for o in options]
+            for options in case.options
+        ],
     )
     before, after = solve(case, 60e9), solve(faster, 60e9)
     assert (before is None) == (after is None)

@@ -44,6 +44,19 @@ def test_a_decoder_is_split_as_megatron_splits_it(scan):
     assert not any("norm" in path for path in leaves)
 
 
+@pytest.mark.parametrize("changes", [{}, {"width": 768, "heads": 12, "kv_heads": 12, "mlp": 3072, "vocab": 50_257}])
+def test_the_residual_stream_is_not_split_whatever_else_is_not(changes):
+    """A table of positions, a vocabulary that does not divide: what is left whole for it is small beside what splitting
+    the stream of every layer would send."""
+    step, state, batch = target("gpt3-tiny", 16, 32, **changes)
+    leaves = preset("tp=4", analyze(step, (state, batch)), 8).leaves
+    split = {path.removeprefix("state/params/layers/"): spec for path, spec in leaves.items() if "layers" in path}
+    assert split["attention/query/kernel"] == ((), (), ("tp",), ()) and split["attention/out/kernel"][1] == ("tp",)
+    assert split["mlp/up/kernel"] == ((), (), ("tp",)) and split["mlp/down/kernel"] == ((), ("tp",), ())
+    assert ("state/params/embed/embedding" in leaves) == ("vocab" not in changes)
+    assert "state/params/positions" not in leaves
+
+
 def test_an_mlp_alternates_column_and_row():
     def step(params, x):
         def loss(p):
