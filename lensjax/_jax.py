@@ -393,6 +393,13 @@ def coordination() -> Any:
     return global_state.client
 
 
+def has_devices() -> bool:
+    """Whether JAX has made its devices, after which no process can join others."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
 def cluster_parameters(address: Any, processes: Any, process: Any) -> tuple[Any, Any, Any]:
     """(address of process 0, number of processes, this one), known or None, as `jax.distributed` finds them."""
     from jax._src.clusters import ClusterEnv

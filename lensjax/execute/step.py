@@ -22,6 +22,7 @@ from lensjax.execute import extra
 from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
 from lensjax.execute.checkpoint import Checkpoints
+from lensjax.execute.copies import Copied
 from lensjax.execute.checks import advice, another, check_alive, check_state, traced
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lensjax")
 
 
-class Step(Planned):
+class Step(Copied, Planned):
     """A training step with a plan. Made by `lensjax.parallelize`; call it like the function it wraps."""
 
     def __init__(self, fn: Callable[..., Any], options: Options):
