@@ -30,9 +30,9 @@ from lensjax.plan.plan import Plan
 # How launched processes find each other (see commands/launch).
 COORDINATOR, COUNT, RANK = "LENSJAX_COORDINATOR", "LENSJAX_PROCESSES", "LENSJAX_PROCESS"
 MEET = 20.0  # seconds until a process that has not come is missing
-# JAX's own watch, in seconds: it ends processes without an error, and those that were paused together as well. Ours is
-# there long before.
-HEARTBEAT = 7 * 86400
+# JAX's own deadlines, in seconds. After them it ends processes without an exception: those that were paused together as
+# well, and those of which one has more to do at the end. The watchman is there long before.
+LONG = 7 * 86400
 WORK = 600.0  # seconds that a process which is alive may take to trace or to plan
 
 _calls = itertools.count()  # every process counts its exchanges, as every process runs the same program
@@ -64,7 +64,7 @@ def connect(
     facts = {"lensjax": __version__, "jax": jax.__version__, "python": ".".join(map(str, sys.version_info[:2]))}
     if _jax.coordination() is not None:  # the program called jax.distributed.initialize itself
         agree("connect", facts)
-        _watchman.append(Watchman(_jax.coordination(), jax.process_index(), jax.process_count(), silence))
+        _watchman.append(Watchman(_jax.coordination(), jax.process_index(), jax.process_count(), silence, _member))
         return
     address, count, rank = _where(coordinator, processes, process)
     if address is None or count is None or rank is None or count == 1:
@@ -77,10 +77,14 @@ def connect(
     if told := difference(meet(address, count, rank, facts, timeout)):
         raise ProcessError(told, hint="install the same releases everywhere")
     jax.distributed.initialize(
-        address, count, rank, initialization_timeout=int(timeout) + 5, heartbeat_timeout_seconds=HEARTBEAT,
-        shutdown_timeout_seconds=15,
+        address, count, rank, initialization_timeout=int(timeout) + 5, heartbeat_timeout_seconds=LONG,
+        shutdown_timeout_seconds=LONG,
     )  # fmt: skip
-    _watchman.append(Watchman(_jax.coordination(), rank, count, silence))
+    _watchman.append(Watchman(_jax.coordination(), rank, count, silence, _member))
+
+
+def _member() -> bool:
+    return _jax.coordination() is not None
 
 
 def _where(coordinator: str | None, processes: int | None, process: int | None) -> tuple[Any, Any, Any]:

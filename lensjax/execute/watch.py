@@ -29,10 +29,13 @@ ANSWER = 4.0  # seconds for the service to answer
 
 class Watchman:
     """Watches the processes 0..count-1 through JAX's key-value service, from process `rank`. One that is silent for
-    `dead` seconds (None: DEAD) is taken for dead."""
+    `dead` seconds (None: DEAD) is taken for dead. `member`: whether this process has not called
+    `jax.distributed.shutdown`, after which it is on its own."""
 
-    def __init__(self, client: Any, rank: int, count: int, dead: float | None = None):
-        self._client, self._rank, self._count = client, rank, count
+    def __init__(
+        self, client: Any, rank: int, count: int, dead: float | None = None, member: Callable[[], bool] = lambda: True
+    ):
+        self._client, self._rank, self._count, self._member = client, rank, count, member
         self.dead = DEAD if dead is None else dead
         self._paused = 0.0  # seconds in which this process did not run
         self._now = time.monotonic()  # of the last look, less these
@@ -50,15 +53,16 @@ class Watchman:
         return 0.0 if process == self._rank else self._now - self._heard[process][1]
 
     def leave(self) -> None:
-        """This process is through, and will not be missed; or it failed and somebody else's hook said so."""
+        """This process is through, and will not be missed; or it failed and somebody else's hook said so. It is
+        watched on: JAX lets a process end when all have, and one that dies before would be waited for."""
         if self._done.is_set():
             return
         # Python notes an exception that ends the program before it calls the hook. A prompt notes every one.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if error is not None:
             self._fail(error)
-        self._done.set()
-        self._say("done", "")
+        else:
+            self._say("done", "")
 
     def _failed(self, kind: type[BaseException], value: BaseException, trace: Any) -> None:
         """An exception that nobody caught: the others learn of it, and nothing waits for them."""
@@ -67,6 +71,12 @@ class Watchman:
 
     def _fail(self, value: BaseException) -> None:
         self._done.set()
+        try:  # what failed here may have failed because of them
+            told = {p: why for p, why in self._read("failed").items() if p != self._rank}
+        except Exception:
+            told = {}
+        for p, why in sorted(told.items()):
+            print(f"lensjax: process {p} failed before: {why}", file=sys.stderr, flush=True)
         said = "".join(traceback.format_exception_only(value)).strip().splitlines()[0][:500]
         self._say("failed", said)
         self._linger()
@@ -92,7 +102,7 @@ class Watchman:
 
     def _watch(self) -> None:
         beat, lost = 0, self._now
-        while not self._wait():
+        while not self._wait() and self._member():
             beat += 1
             try:
                 self._set("beat", str(beat))

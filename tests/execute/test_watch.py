@@ -82,7 +82,16 @@ def test_who_is_through_is_not_missed(start):
     store = Store()
     first, second = start(store, 0, 2), start(store, 1, 2)
     second.leave()
+    second._done.set()  # it is gone
     assert not first.ended.wait(4.0) and first.silent(1) > 3.0
+
+
+def test_who_is_through_still_watches(start, capsys):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    second.leave()
+    first._done.set()  # killed while the other waits for its end
+    assert second.ended.wait(60) and "process 0 has not been heard of" in capsys.readouterr().err
 
 
 def test_time_in_which_a_watchman_was_paused_itself_does_not_count(start, monkeypatch):
