@@ -39,8 +39,8 @@ class Copied:
             found = getattr(found, part, None)
         if found is not self:
             raise pickle.PicklingError(
-                f"the step {name or '?'} is not a name of its module, and compiled programs cannot be pickled; decorate "
-                "the step where it is defined, or pickle the undecorated function and step.plan"
+                f"the step {name or '?'} is not a name of its module, and compiled programs cannot be pickled; "
+                "decorate the step where it is defined, or pickle the undecorated function and step.plan"
             )
         return name
 

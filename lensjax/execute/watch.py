@@ -5,8 +5,8 @@ A process that waits in a collective cannot be told anything: nothing of Python 
 its own, writes why to standard error and ends the process.
 
 A process that is paused alone (a debugger that stops all threads, SIGSTOP) looks from outside like one whose host is
-lost, and is taken for that. Where all are paused together (a frozen container, Ctrl-Z, a suspended job or laptop) nobody
-is missing: time in which a watchman did not run itself says nothing about the others.
+lost, and is taken for that. Where all are paused together (a frozen container, Ctrl-Z, a suspended job or laptop),
+nobody is missing: time in which a watchman did not run itself says nothing about the others.
 """
 
 from __future__ import annotations

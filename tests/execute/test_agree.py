@@ -71,6 +71,9 @@ PROGRAM = textwrap.dedent("""
             pause(40)
         if i == 1 and fault == "all paused":
             pause(45)
+    at("save")
+    if fault == "save":
+        train.save(sys.argv[2], state, 3 + rank)
     print("LOSS", float(loss), flush=True)
     if fault == "more to do" and rank == 0:
         time.sleep(25)
@@ -122,6 +125,14 @@ def test_a_difference_is_an_error_on_every_process(free_port, fault, words):
 
 
 @pytest.mark.slow
+def test_checkpoints_of_two_numbers(free_port, tmp_path):
+    found = run("save", free_port, tmp_path)
+    for process in found:
+        assert "do not agree on the number of the checkpoint: 3 in process 0; 4 in process 1" in process.text
+    in_time(found)
+
+
+@pytest.mark.slow
 def test_plan_files_that_differ(free_port, tmp_path):
     import lensjax
     from lensjax.plan.plan import Axis, MeshPlan, Plan, Rules
@@ -169,7 +180,9 @@ def test_a_process_that_is_paused_alone_is_taken_for_dead(free_port, who):
     """The others cannot tell it from one whose host is lost, and wait in a collective."""
     found = run("paused", free_port, who)
     paused, other = found[who], found[1 - who]
-    assert other.status == 1 and f"process {1 - who} ends: process {who} has not been heard of for 20 s" in other.text, other.text[-3000:]
+    assert (
+        other.status == 1 and f"process {1 - who} ends: process {who} has not been heard of for 20 s" in other.text
+    ), other.text[-3000:]
     in_time([other, paused], until=[other])
     assert paused.status != 0 and "LOSS" not in paused.text, paused.text[-3000:]
     assert paused.ended - max(moments("RESUMED", [paused])) <= 30

@@ -203,7 +203,7 @@ def test_a_copy_of_a_step_goes_on_under_its_plan_and_a_name_is_pickled():
     np.testing.assert_allclose(deep["score"](deep["state"], X), loss_of(held, X), rtol=1e-6)
     assert pickle.loads(pickle.dumps(module_step)) is module_step
     assert pickle.loads(pickle.dumps(module_step.plan)) == module_step.plan
-    with pytest.raises(pickle.PicklingError, match="pickle the undecorated function and step.plan"):
+    with pytest.raises(pickle.PicklingError, match=r"pickle the undecorated function and step.plan"):
         pickle.dumps(lensjax.parallelize(step, plan="dp"))
 
 
