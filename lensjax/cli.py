@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+from lensjax import __version__
 from lensjax._errors import LensjaxError, UsageError
 
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
@@ -53,6 +54,7 @@ def _clean(value: Any) -> Any:
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="lensjax", description="Plan, prove and run the sharding of a JAX training step.")
+    parser.add_argument("--version", action="version", version=f"lensjax {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for command, module in COMMANDS.items():
         if name is None or command != name:
