@@ -6,6 +6,8 @@ reduce-scattered. So the pass pins
     activations      results of matmuls, convolutions and lookups, loop carries and slices: split along the batch
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
+    windows          whole where XLA would compute a split one wrongly (see `windows`)
+    ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
 Values keep their numbers: a constraint is the identity, and what the cuts between devices could make the compiler round
@@ -26,9 +28,11 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.ragged import ragged_rows
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.passes.steady import steady
+from lensjax.passes.windows import Splits, safe_splits
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
@@ -54,12 +58,19 @@ def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None) -> Program:
+def pin(
+    program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None, whole: bool = True
+) -> Program:
     """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
-    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
+    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch; `whole`: the
+    program is all that the plan was made for, and has every axis that the plan names."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, share).top()))
+    rules = activation_rules(program, plan, whole and share is None)
+    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, rules, share).top()))
+
+
+Rules = tuple[tuple[int, tuple[str, ...]], ...]  # (logical axis, mesh axes), in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,31 +82,34 @@ class Share:
     results: Mapping[int, Spec]
 
 
-def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
+def activation_rules(program: Program, plan: Plan, whole: bool = True) -> Rules:
     """(logical axis, mesh axes) of the plan's activation rules, in order; empty where only the batch is ruled (then the
-    batch dimensions that two traces found are enough). Raises PlanError for a name that the program does not have."""
+    batch dimensions that two traces found are enough). Raises PlanError for a name that the program does not have; a
+    part of it (not `whole`) may have fewer: dimensions can come apart into other factors there."""
     rules = plan.rules.activations
     if set(rules) <= {"batch"}:
         return ()
     number: dict[str, list[int]] = {}
     for i, name in enumerate(program.logical.names):
         number.setdefault(name, []).append(i)
-    if unknown := [name for name, axes in rules.items() if axes and name not in number]:
+    if whole and (unknown := [name for name, axes in rules.items() if axes and name not in number]):
         raise PlanError(
             f"the plan has a rule for the logical axis {unknown[0]!r}, which the program does not have",
             hint="the plan was made for another program: plan again",
         )
-    return tuple((i, tuple(axes)) for name, axes in rules.items() if axes for i in number[name])
+    return tuple((i, tuple(axes)) for name, axes in rules.items() if axes for i in number.get(name, ()))
 
 
 class _Pinner:
-    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None):
+    def __init__(
+        self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, rules: Rules, share: Share | None
+    ):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
         outside = share.axes if share is not None else ()
+        self.inside = tuple(a for a in plan.mesh.shape if a not in outside)
         self.gathered = batch_axes(plan)
         self.axes = tuple(a for a in self.gathered if a not in outside)
-        rules = activation_rules(program, plan)
         self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
@@ -170,11 +184,13 @@ class _Pinner:
         gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
-            if eqn.primitive.name == "conv_general_dilated" and self.rules:
-                ins = self._windows_or_channels(b, eqn, ins)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            b.emit(eqn.replace(invars=ins))
+            splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn)) or self._rows(eqn)
+            if splits is not None:
+                self._held(b, eqn, ins, splits)
+            else:
+                b.emit(eqn.replace(invars=ins))
             for v in eqn.outvars:
                 self._pin_value(b, eqn, v, weights)
 
@@ -226,22 +242,42 @@ class _Pinner:
                         used.update(free)
         return entries if used else None
 
-    def _windows_or_channels(self, b: Builder, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The operands of a convolution, its input split over its windows or its kernel over its input channels or its
-        own window, never both: over one mesh axis XLA computes wrong sums then (seen in jax 0.10.2 and 0.12.0.1, in the
-        partitioner that all platforms share). The kernel's channels win where a rule splits them; else the input is
-        left as it is."""
-        numbers = eqn.params["dimension_numbers"]
-        kernel, channels = eqn.invars[1], numbers.rhs_spec[1]
-        axis = self.program.logical.major(kernel, channels)
-        if not all(map(is_var, eqn.invars)) or axis in self.batch_ids:  # a weight's gradient sums over the batch
-            return ins
-        at, whole = 1, numbers.rhs_spec[1:]
-        if any(a == axis and mesh for a, mesh in self.rules):
-            at, whole = 0, numbers.lhs_spec[2:]
-        entries = [None if d in whole else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(eqn.invars[at])))]
-        pinned = Constrain(NamedSharding(self.mesh, PartitionSpec(*entries)))
-        return [b.apply(pinned, a, like=eqn, name="lensjax.conv")[0] if k == at else a for k, a in enumerate(ins)]
+    def _kept(self, eqn: Any) -> Spec | None:
+        """The mesh axes that split a gradient where it is made, less those over which it is summed."""
+        spec = self.grads.get(eqn.outvars[0]) if eqn.outvars else None
+        return None if spec is None else tuple(tuple(a for a in axes if a not in self.gathered) for axes in spec)
+
+    def _rows(self, eqn: Any) -> Splits | None:
+        """The rows of a ragged matmul split like the batch, over the axes that do not split its groups."""
+        rows = ragged_rows(eqn)
+        if rows is None or rows.operands[0] in self.batch.plain(eqn.invars[0]):
+            return None
+        taken = set()
+        if self.rules:
+            group = self.program.logical.major(*rows.groups)
+            taken = {m for axis, mesh in self.rules if axis == group for m in mesh}
+        axes = tuple(a for a in self.axes if a not in taken)
+        if not axes or rows.count % ways(self.plan, axes):
+            return None
+
+        def spec(value: Any, row: int | None) -> PartitionSpec:
+            free = PartitionSpec.UNCONSTRAINED
+            return PartitionSpec(*(axes if d == row else free for d in range(len(shape_of(value)))))
+
+        operands = [None if row is None else spec(v, row) for v, row in zip(eqn.invars, rows.operands)]
+        return operands, None if rows.result is None else spec(eqn.outvars[0], rows.result)
+
+    def _held(self, b: Builder, eqn: Any, ins: list[Any], splits: Splits) -> None:
+        """An equation with operands and result split as told."""
+
+        def pinned(spec: PartitionSpec, atom: Any) -> Any:
+            return b.apply(Constrain(NamedSharding(self.mesh, spec)), atom, like=eqn, name="lensjax.split")[0]
+
+        operands, result = splits
+        b.emit(eqn.replace(invars=[pinned(s, a) if s is not None and is_var(a) else a for s, a in zip(operands, ins)]))
+        (v,) = eqn.outvars
+        if result is not None and not isinstance(v, jcore.DropVar):
+            b.env[v] = pinned(result, b.read(v))
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
