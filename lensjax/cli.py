@@ -109,6 +109,12 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"lensjax: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if wants_json:
+            _print_json({"error": {"code": "interrupted", "message": "interrupted", "hint": ""}})
+        else:
+            print("lensjax: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `lensjax topo ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
