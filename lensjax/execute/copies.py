@@ -16,6 +16,10 @@ class Copied:
     """Gives a step `copy.copy`, `copy.deepcopy` and `pickle`. A copy has the plan, compiles for itself at its first
     call, and has hidden state (`extra`) of its own, with the values of the moment."""
 
+    notices: list[str]
+    extra: dict[str, Any]
+    _agreed: set[Any]
+
     def __copy__(self) -> Any:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)

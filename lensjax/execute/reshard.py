@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lensjax._errors import PlanError, StateError
+from lensjax.execute.checks import traced
 from lensjax.execute.nnx import is_module, leaves, take
 from lensjax.execute.place import device_mesh
 from lensjax.passes.shardings import named
@@ -108,7 +109,7 @@ def specs_of(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]]
 
 def _check_leaves(paths: Sequence[str], values: Sequence[Any]) -> None:
     for path, x in zip(paths, values):
-        if isinstance(x, jax.core.Tracer):
+        if traced([x]):
             raise StateError(
                 f"{path} is traced: reshard moves arrays that are there", hint="call it outside jit, grad and the step"
             )
