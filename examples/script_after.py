@@ -5,6 +5,7 @@ python examples/script_after.py --folder /tmp/run
 
 import argparse
 import logging
+import os
 import time
 
 import flax.linen as nn
@@ -76,7 +77,7 @@ def main():
     step = lensjax.parallelize(train_step)
     score = step.companion(evaluate)
     state = step.init(create_state, jax.random.key(1), batch=data(0, BATCH))
-    checkpoints = ocp.training.Checkpointer(args.folder)
+    checkpoints = ocp.training.Checkpointer(os.path.abspath(args.folder))
     if checkpoints.latest is not None:
         state = checkpoints.load(checkpoints.latest.step, step.abstract_state)
         log.info("resumed at step %d", int(state.step))

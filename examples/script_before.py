@@ -5,6 +5,7 @@ python examples/script_before.py --folder /tmp/run
 
 import argparse
 import logging
+import os
 import time
 
 import flax.linen as nn
@@ -74,7 +75,7 @@ def main():
     step = jax.jit(train_step, donate_argnums=0)
     score = jax.jit(evaluate)
     state = create_state(jax.random.key(1))
-    checkpoints = ocp.training.Checkpointer(args.folder)
+    checkpoints = ocp.training.Checkpointer(os.path.abspath(args.folder))
     if checkpoints.latest is not None:
         state = checkpoints.load(checkpoints.latest.step, state)
         log.info("resumed at step %d", int(state.step))

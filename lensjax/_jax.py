@@ -68,10 +68,8 @@ def constants(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def rebuild(jaxpr: Any, *, invars: Any = None, outvars: Any = None, eqns: Any = None) -> Any:
-    """The same kind of jaxpr with other variables or equations and no constants of its own.
-
-    Effects are kept: everything that the passes insert is pure.
-    """
+    """The same kind of jaxpr with other variables or equations and no constants of its own. Effects are kept: what
+    the passes insert is pure."""
     inner = open_jaxpr(jaxpr)
     invars = list(inner.invars) if invars is None else list(invars)
     outvars = list(inner.outvars) if outvars is None else list(outvars)
@@ -183,21 +181,18 @@ def jit_disabled() -> bool:
 
 
 def deleted_argument_aborts() -> bool:
-    """Whether calling a jitted function with a buffer that was given up ends the process instead of raising.
-
-    Measured on eight CPU devices: a segmentation fault on jax 0.10.2, a RuntimeError on jax 0.12.0.1.
-    """
+    """Whether calling a jitted function with a buffer that was given up ends the process instead of raising (on eight
+    CPU devices: a segmentation fault on jax 0.10.2, a RuntimeError on jax 0.12.0.1)."""
     return tuple(jax.__version_info__[:2]) < (0, 12)
 
 
 def keep_barriers() -> dict[str, Any]:
     """Compiler options under which the CPU compiler keeps optimization barriers until loops are formed.
 
-    jax 0.10.2 drops them before: what stands behind one is then computed again in every loop that reads it. jax
-    0.12.0.1 keeps them by itself. Only for the CPU: other compilers need the pass that this leaves out.
+    jax 0.10.2 drops them before: what stands behind one is computed again in every loop that reads it; jax 0.12.0.1
+    keeps them. Only for the CPU: other compilers need the pass that this leaves out.
     """
-    old = tuple(jax.__version_info__[:2]) < (0, 12)
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if old else {}
+    return {} if jax.__version_info__[:2] >= (0, 12) else {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def is_jitted(fn: Any) -> bool:
@@ -226,10 +221,8 @@ PASSES_EXPLICIT = (
 
 @functools.cache
 def mlir() -> types.SimpleNamespace:
-    """The MLIR bindings of jaxlib: `ir`, `passmanager` and the `sdy` dialect.
-
-    Raises UnsupportedJax, naming what is missing, when a pass or a class that the planner drives is not there.
-    """
+    """The MLIR bindings of jaxlib: `ir`, `passmanager` and the `sdy` dialect. Raises UnsupportedJax, naming what is
+    missing, when a pass or a class that the planner drives is not there."""
     check_version()
     try:
         from jax._src.interpreters.mlir import make_ir_context
@@ -391,6 +384,13 @@ def coordination() -> Any:
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+def has_devices() -> bool:
+    """Whether JAX has made its devices, after which no process can join others."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    return backends_are_initialized()
 
 
 def cluster_parameters(address: Any, processes: Any, process: Any) -> tuple[Any, Any, Any]:

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+from lensjax import __version__
 from lensjax._errors import LensjaxError, UsageError
 
 # Command name -> module. Modules are imported only when needed: `lensjax --help` must not import jax.
@@ -53,6 +54,7 @@ def _clean(value: Any) -> Any:
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="lensjax", description="Plan, prove and run the sharding of a JAX training step.")
+    parser.add_argument("--version", action="version", version=f"lensjax {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for command, module in COMMANDS.items():
         if name is None or command != name:
@@ -107,6 +109,12 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"lensjax: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if wants_json:
+            _print_json({"error": {"code": "interrupted", "message": "interrupted", "hint": ""}})
+        else:
+            print("lensjax: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `lensjax topo ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -160,6 +160,7 @@ def write_rows(found: Sequence[dict[str, Any]], about: dict[str, Any], path: str
                 "model": Path(about["target"]).name, "accelerator": about["accelerator"],
                 "n_devices": about["devices"], "devices_per_node": about["devices_per_node"],
                 "dp": mesh.get("dp", mesh.get("zero1", "")), "fsdp": mesh.get("fsdp", ""), "tp": mesh.get("tp", ""),
-                "ep": mesh.get("ep", ""), "global_batch": r["batch"], "step_time_s": f"{r['measured_s']:.6g}",
+                "ep": mesh.get("ep", ""), "cp": mesh.get("cp", ""), "global_batch": r["batch"],
+                "step_time_s": f"{r['measured_s']:.6g}",
                 "peak_mem_gib": f"{peak / 2**30:.4g}" if peak else "", "notes": f"plan={r['chosen']}; measured=step",
             })  # fmt: skip

@@ -13,18 +13,23 @@ Nothing in it depends on the mesh, the plan, the number of devices or of process
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lensjax import _jax
-from lensjax._errors import StateError
+from lensjax._errors import LensjaxError, StateError
 from lensjax.execute.nnx import Values, give_back, is_module, is_values, leaves, take
+from lensjax.execute.processes import agree
 from lensjax.plan.plan import Plan
+from lensjax.program.trace import is_dynamic
 
 STATE, EXTRA = "state", "extra"
 
@@ -35,38 +40,45 @@ class Checkpoints:
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}
 
-    def save(self, directory: Any, number: int, state: Any, extra: Mapping[str, Any], plan: Plan | None) -> None:
-        """Starts to write; a save that is still going on is waited for. Raises StateError for a number that exists."""
-        writer = self._checkpointer(directory)
-        if number in _numbers(writer):
-            raise StateError(
-                f"checkpoint {number} is there already in {os.fspath(directory)}",
-                hint="a checkpoint is never written over: save under another number, or delete the old one",
-            )
-        dead = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()]
-        if dead:
-            raise StateError(
-                f"{len(dead)} arrays of this state were given up to an earlier call",
-                hint="save the state that the step returned: state, metrics = step(state, batch)",
-                code="donated",
-            )
-        items = {STATE: jax.tree.map(as_array, plain(state))} | ({EXTRA: dict(extra)} if extra else {})
-        note = {"lensjax_plan": plan.to_dict()} if plan is not None else None
-        writer.save_checkpointables_async(number, items, force=True, custom_metadata=note)
+    def save(
+        self, directory: Any, number: int, state: Any, extra: Mapping[str, Any], plan: Plan | None, like: Any = None
+    ) -> None:
+        """Starts to write; a save that is still going on is waited for. `like`: the shapes of the step's state.
+
+        Raises StateError for a number that exists, a state that `restore` could not read, and what cannot be written.
+        """
+        path, number = _path(directory), _number(number)
+        tree = jax.tree.map(as_array, plain(state))
+        _check_savable(tree, like)
+        agree("save a checkpoint", {"number of the checkpoint": number}, StateError)
+        with _disk(path, "write to"):
+            writer = self._checkpointer(path, making=True)
+            if number in _numbers(writer):
+                raise StateError(
+                    f"checkpoint {number} is there already in {path}",
+                    hint="a checkpoint is never written over: save under another number, or delete the old one",
+                    code="checkpoint",
+                )
+            items = {STATE: tree} | ({EXTRA: dict(extra)} if extra else {})
+            note = {"lensjax_plan": plan.to_dict()} if plan is not None else None
+            writer.save_checkpointables_async(number, items, force=True, custom_metadata=note)
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more; raises what a write raised."""
-        for writer in self._open.values():
-            writer.wait()
+        """Returns when nothing is being written any more. Raises StateError for what could not be written."""
+        for path, writer in self._open.items():
+            with _disk(path, "write to"):
+                writer.wait()
 
     def saved(self, directory: Any) -> tuple[int, ...]:
         """Numbers of the complete checkpoints, in order."""
-        if not os.path.isdir(directory) and "://" not in os.fspath(directory):
+        path = _path(directory)
+        if not os.path.isdir(path) and "://" not in path:
             return ()
-        reader = self._checkpointer(directory)
-        reader.wait()
-        reader.reload()
-        return _numbers(reader)
+        with _disk(path, "read"):
+            reader = self._checkpointer(path)
+            reader.wait()
+            reader.reload()
+            return _complete(path, _numbers(reader))
 
     def restore(
         self, directory: Any, number: int | None, abstract: Any, extra: Mapping[str, Any]
@@ -75,41 +87,126 @@ class Checkpoints:
 
         `number`: None is the newest. Raises StateError when there is none, or when it holds another state.
         """
-        found = self.saved(directory)
+        path = _path(directory)
+        number = None if number is None else _number(number)
+        found = self.saved(path)
         if number is None:
             number = found[-1] if found else None
+        agree("restore a checkpoint", {"number of the checkpoint": number, "complete checkpoints": found}, StateError)
         if number is None or number not in found:
             have = f"complete ones: {', '.join(map(str, found))}" if found else "there is no complete one"
             what = "checkpoint" if number is None else f"checkpoint {number}"
-            raise StateError(f"no {what} to restore in {os.fspath(directory)}: {have}", code="checkpoint")
-        reader = self._checkpointer(directory)
-        held = reader.checkpointables_metadata(number).metadata
+            raise StateError(f"no {what} to restore in {path}: {have}", code="checkpoint")
         wanted = plain(abstract)
-        if STATE not in held:
-            raise StateError(
-                f"checkpoint {number} in {os.fspath(directory)} holds {', '.join(sorted(held)) or 'nothing'}; expected "
-                f"{STATE!r}",
-                hint="it was not written by step.save: restore it with Orbax into step.abstract_state",
-                code="checkpoint",
-            )
-        _check_same(held[STATE], wanted, number)
-        keep = bool(extra) and EXTRA in held and _types(held[EXTRA]) == _types(dict(extra))
-        items = {STATE: wanted} | ({EXTRA: dict(extra)} if keep else {})
-        made = reader.load_checkpointables(number, items)
+        with _disk(path, f"read checkpoint {number} of"):
+            reader = self._checkpointer(path)
+            held = reader.checkpointables_metadata(number).metadata
+            if STATE not in held:
+                raise StateError(
+                    f"checkpoint {number} in {path} holds {', '.join(sorted(held)) or 'nothing'}; expected {STATE!r}",
+                    hint="it was not written by step.save: restore it with Orbax into step.abstract_state",
+                    code="checkpoint",
+                )
+            if held[STATE] is None:
+                raise StateError(
+                    f"checkpoint {number} in {path} cannot be read: its {STATE!r} is damaged, or no tree of arrays",
+                    hint="restore an earlier one: "
+                    + (", ".join(str(n) for n in found if n != number) or "there is none"),
+                    code="checkpoint",
+                )
+            _check_same(held[STATE], wanted, number)
+            keep = bool(extra) and EXTRA in held and _types(held[EXTRA]) == _types(dict(extra))
+            items = {STATE: wanted} | ({EXTRA: dict(extra)} if keep else {})
+            made = reader.load_checkpointables(number, items)
         state = put_back(abstract, jax.tree.map(_as_planned, made[STATE], wanted))
         return state, made[EXTRA] if keep else None
 
-    def _checkpointer(self, directory: Any) -> Any:
-        path = os.fspath(directory)
-        path = path if "://" in path else os.path.abspath(path)
+    def _checkpointer(self, path: str, making: bool = False) -> Any:
         if path not in self._open:
             import orbax.checkpoint.experimental.v1 as ocp
 
+            if making and "://" not in path:
+                os.makedirs(path, exist_ok=True)  # Orbax finds out in a thread, and late
             if not self._open:
                 _before_exit(self.wait)
             # Every save is the user's decision, and every one is kept: policies are Orbax's own, for who wants them.
             self._open[path] = ocp.training.Checkpointer(path)
         return self._open[path]
+
+
+@contextlib.contextmanager
+def _disk(path: str, doing: str) -> Iterator[None]:
+    """Whatever the file system and Orbax raise, as a StateError that names the folder."""
+    try:
+        yield
+    except (LensjaxError, KeyboardInterrupt):
+        raise
+    except Exception as e:
+        said = (str(e).strip().splitlines() or [""])[0][:300]
+        raise StateError(f"cannot {doing} {path}: {type(e).__name__}: {said}", code="checkpoint") from e
+
+
+def _path(directory: Any) -> str:
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise StateError(
+            f"{type(directory).__name__} {str(directory)[:60]!r} where the folder of the checkpoints is expected",
+            hint="step.save(folder, state, number), step.restore(folder)",
+            code="checkpoint",
+        )
+    path = os.fspath(directory)
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def _number(number: Any) -> int:
+    try:
+        found = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise StateError(
+            f"{number!r} is no number of a checkpoint; expected an integer, 0 or more",
+            hint="step.save(folder, state, number), with the number of the step as a rule",
+            code="checkpoint",
+        )
+    return found
+
+
+def _check_savable(tree: Any, like: Any) -> None:
+    """Raises StateError for a state that was given up, or that `restore` could not read again."""
+    leaves = jax.tree.leaves(tree)
+    if dead := [x for x in leaves if isinstance(x, jax.Array) and x.is_deleted()]:
+        raise StateError(
+            f"{len(dead)} arrays of this state were given up to an earlier call",
+            hint="save the state that the step returned: state, metrics = step(state, batch)",
+            code="donated",
+        )
+    if not leaves:
+        raise StateError("there is no array in what is to be saved", code="checkpoint")
+    if like is None:
+        return
+    mine, wanted, none = _types(tree), _types(plain(like)), (None, "")
+    if differ := [p for p in (*wanted, *mine) if mine.get(p, none)[0] != wanted.get(p, none)[0]]:
+        p = differ[0]
+        raise StateError(
+            f"what is to be saved is not the state of this step: {p} is {_say(mine, p)}, and {_say(wanted, p)} in the "
+            f"step's ({len(differ)} leaves differ)",
+            hint="save what the step takes as state, whole; what else there is, Orbax saves",
+            code="checkpoint",
+        )
+    if other := _nothings(tree) ^ _nothings(plain(like)):
+        raise StateError(
+            f"what is to be saved is not the state of this step: {min(other)} is no array in one of them",
+            code="checkpoint",
+        )
+
+
+def _nothings(tree: Any) -> set[str]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    return {jax.tree_util.keystr(p, simple=True, separator="/") for p, x in flat if x is None}
+
+
+def _say(types: Mapping[str, tuple[tuple[int, ...], str]], path: str) -> str:
+    return f"{types[path][1]}{list(types[path][0])}" if path in types else "not there"
 
 
 def _before_exit(wait: Any) -> None:
@@ -124,12 +221,21 @@ def _numbers(checkpointer: Any) -> tuple[int, ...]:
     return tuple(sorted(c.step for c in checkpointer.checkpoints))
 
 
+def _complete(path: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Those with Orbax's description, which it writes with the rest: any folder with a number for a name looks like a
+    checkpoint otherwise."""
+    from etils import epath
+
+    return tuple(n for n in numbers if (epath.Path(path) / str(n) / "_CHECKPOINT_METADATA").exists())
+
+
 def plain(tree: Any) -> Any:
     """A state as a tree that needs neither lensjax nor Flax: modules (and the values that stand in their place) become
-    nested dictionaries."""
+    nested dictionaries. What is no array or number (a name, a function) is the step's, and is left out."""
     if any(map(is_module, leaves(tree))):
         tree = take(tree).tree
-    return jax.tree.map(lambda x: _nested(x) if is_values(x) else x, tree, is_leaf=is_values)
+    one = lambda x: _nested(x) if is_values(x) else x if is_dynamic(x) else None
+    return jax.tree.map(one, tree, is_leaf=is_values)
 
 
 def _nested(values: Values) -> dict[str, Any]:
@@ -153,19 +259,29 @@ def put_back(abstract: Any, made: Any) -> Any:
     flat = jax.tree.flatten(plain(abstract))[0]
     place = {id(x): i for i, x in enumerate(flat)}
     values = jax.tree.leaves(made)
-    return give_back(jax.tree.map(lambda x: values[place[id(x)]], abstract))[0]
+    return give_back(jax.tree.map(lambda x: values[place[id(x)]] if id(x) in place else x, abstract))[0]
 
 
 def _as_planned(array: Any, wanted: Any) -> Any:
     """A number that the program takes with a weak type (a Python counter) is that again: else JAX would compile the
-    step a second time."""
+    step a second time. A key is typed or raw as the program has it; its words are the same."""
+    if array.dtype != wanted.dtype and is_key(array):
+        if is_key(wanted):
+            raise StateError(
+                f"the checkpoint has a {array.dtype} where the step has a {wanted.dtype}", code="checkpoint"
+            )
+        array = jax.device_put(jax.random.key_data(array), wanted.sharding)
+    elif array.dtype != wanted.dtype and is_key(wanted):
+        impl: list[Any] = []
+        jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), wanted)
+        array = jax.device_put(jax.random.wrap_key_data(array, impl=impl[0]), wanted.sharding)
     return _jax.weaken(array) if getattr(wanted, "weak_type", False) and not array.aval.weak_type else array
 
 
 def _types(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """Path -> shape and type as they are on disk, where a typed key is its words."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    stored = lambda x: jax.eval_shape(jax.random.key_data, x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    stored = lambda x: jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
     arrays = {jax.tree_util.keystr(p, simple=True, separator="/"): stored(x) for p, x in flat if hasattr(x, "shape")}
     return {path: (tuple(x.shape), str(x.dtype)) for path, x in arrays.items()}
 
@@ -174,12 +290,25 @@ def _check_same(held: Any, wanted: Any, number: int) -> None:
     """Raises StateError naming the first leaf in which a checkpoint is of another state."""
     old, new, none = _types(held), _types(wanted), (None, "")
     differ = [p for p in (*new, *old) if old.get(p, none)[0] != new.get(p, none)[0]]
-    if differ:
-        p = differ[0]
-        say = lambda t: f"{t[p][1]}{list(t[p][0])}" if p in t else "not there"
+    narrower = [p for p in new if p not in differ and not _holds(old[p][1], new[p][1])]
+    if differ or narrower:
+        p = (*differ, *narrower)[0]
         raise StateError(
-            f"checkpoint {number} is of another state: {p} is {say(old)} in it and {say(new)} in the step's "
-            f"({len(differ)} leaves differ)",
-            hint="restore it with a step of the same state; Orbax alone reads it as it is",
+            f"checkpoint {number} is of another state: {p} is {_say(old, p)} in it and {_say(new, p)} in the step's "
+            f"({len(differ) + len(narrower)} leaves differ)",
+            hint="restore it with a step of the same state; Orbax alone reads it as it is"
+            if differ
+            else "restore it as it is and cast it; or let Orbax cast it into step.abstract_state",
             code="checkpoint",
         )
+
+
+def _holds(old: str, new: str) -> bool:
+    """Whether every value of the one type is one of the other."""
+    a, b = jnp.dtype(old), jnp.dtype(new)
+    kind = next((k for k in (np.inexact, np.integer) if jnp.issubdtype(a, k)), None)
+    return a == b or (kind is not None and jnp.issubdtype(b, kind) and jnp.promote_types(a, b) == b)
+
+
+def is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

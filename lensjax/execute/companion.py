@@ -67,6 +67,20 @@ class Companion(Step):
     def _check_state(self, program: Program, call: Call) -> None:
         """A companion takes any shapes: each is planned from the step's plan."""
 
+    def companion(self, fn: Callable[..., Any], **options: Any) -> Step:
+        """Another companion of the same step."""
+        return self._parent.companion(fn, **options)
+
+    @property
+    def abstract_state(self) -> Any:
+        raise PlanError("a companion has no state of its own", hint="ask the step: train_step.abstract_state")
+
+    def save(self, directory: Any, state: Any, number: int) -> None:
+        raise PlanError("a companion has no state of its own", hint="the step saves it: train_step.save(...)")
+
+    def restore(self, directory: Any, number: int | None = None) -> Any:
+        raise PlanError("a companion has no state of its own", hint="the step restores it: train_step.restore(...)")
+
     def init(self, fn: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
         raise PlanError("a companion has no state of its own", hint="the step makes it: state = train_step.init(...)")
 

@@ -117,11 +117,11 @@ class Executable:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.direct and not self.several and not self.elsewhere:
-            if kwargs or (self.emitted.donated and self._unsafe(jax.tree.leaves(args))):
+            if kwargs or ((self.guarded or self.emitted.donated) and self._unsafe(jax.tree.leaves(args))):
                 raise OtherSignature
             return self.jitted(*args)
         leaves = matching_leaves(self.fn, self.emitted.program.call, args, kwargs)
-        if leaves is None or (self.emitted.donated and self._unsafe(leaves)):
+        if leaves is None or ((self.guarded or self.emitted.donated) and self._unsafe(leaves)):
             raise OtherSignature
         if self.several:
             leaves = [self._everywhere(i, x) for i, x in enumerate(leaves)]
@@ -197,7 +197,7 @@ def build(
         and _trees_of_shardings(emitted)
     )
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
-    guarded = bool(emitted.donated) and _jax.deleted_argument_aborts()
+    guarded = _jax.deleted_argument_aborts()
     return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), jax.process_count() > 1, store)
 
 

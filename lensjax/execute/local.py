@@ -13,7 +13,7 @@ from lensjax.execute.processes import agree
 from lensjax.passes.shardings import named
 from lensjax.plan.plan import Spec
 from lensjax.program.program import Argument
-from lensjax.program.trace import abstract
+from lensjax.program.trace import abstract, is_dynamic
 
 
 def from_local(batch: Any, members: Sequence[tuple[Argument, Spec]], mesh: Any, agreed: set[Any]) -> Any:
@@ -23,6 +23,8 @@ def from_local(batch: Any, members: Sequence[tuple[Argument, Spec]], mesh: Any, 
     Raises BatchError, on every process, when the processes bring other shapes than each other, or not the planned ones.
     """
     flat, tree = jax.tree.flatten(batch)
+    if wrong := [x for x in flat if not is_dynamic(x)]:
+        raise BatchError(f"a batch is made of arrays; this one has a {type(wrong[0]).__name__}: {str(wrong[0])[:60]!r}")
     shapes = [tuple(abstract(x).shape) for x in flat]
     if tuple(shapes) not in agreed:
         agree("make a global batch", {"shapes of its own part of the batch": shapes}, BatchError)

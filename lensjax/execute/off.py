@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from lensjax._errors import StateError
+from lensjax._errors import PlanError, StateError
 
 
 class Off:
@@ -39,6 +39,8 @@ class Off:
         self._like = shapes[0] if shapes else None
 
     def companion(self, fn: Callable[..., Any], **options: Any) -> Off:
+        if not callable(fn):
+            raise PlanError(f"companion got {fn!r} where a function of the state is expected")
         return Off(fn)
 
     def save(self, directory: Any, state: Any, number: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -23,12 +24,15 @@ import jax
 from lensjax import __version__, _jax
 from lensjax._errors import LensjaxError, PlanError, ProcessError
 from lensjax.execute.rendezvous import meet
-from lensjax.execute.watch import Watchman
+from lensjax.execute.watch import DEAD, Watchman
 from lensjax.plan.plan import Plan
 
 # How launched processes find each other (see commands/launch).
 COORDINATOR, COUNT, RANK = "LENSJAX_COORDINATOR", "LENSJAX_PROCESSES", "LENSJAX_PROCESS"
 MEET = 20.0  # seconds until a process that has not come is missing
+# JAX's own deadlines, in seconds. After them it ends processes without an exception: those that were paused together as
+# well, and those of which one has more to do at the end. The watchman is there long before.
+LONG = 7 * 86400
 WORK = 600.0  # seconds that a process which is alive may take to trace or to plan
 
 _calls = itertools.count()  # every process counts its exchanges, as every process runs the same program
@@ -36,8 +40,9 @@ _watchman: list[Watchman] = []
 
 
 def connect(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None, *, timeout: float = MEET
-) -> None:
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None, *, timeout: float = MEET,
+    silence: float = DEAD,
+) -> None:  # fmt: skip
     """Joins this process to the others of its run; the first thing a program does, before JAX makes its devices.
 
     Without arguments: what `lensjax launch` says, or what `jax.distributed` finds out under SLURM, Open MPI, Kubernetes
@@ -46,26 +51,63 @@ def connect(
     It is `jax.distributed.initialize`, except that a process which does not come within `timeout` seconds, or which
     runs another release, is an error (ProcessError) on every process that did come, and that later on a process whose
     peer failed or died ends with an error that says so, within 30 s, instead of waiting in a collective.
+
+    `silence`: seconds without a sign of life after which a process is taken for dead. One that is paused alone for
+    longer, as by a debugger that stops all its threads, ends the run: pass more, or math.inf, for that. Processes that
+    are paused together go on together.
     """
+    for name, seconds, most in (("timeout", timeout, 86400), ("silence", silence, math.inf)):
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 1 <= seconds <= most:
+            raise ProcessError(f"{name}={seconds!r}; expected a number of seconds from 1 to {most:g}")
     if _watchman:
         return
-    environment = os.environ
-    if coordinator is None and COORDINATOR in environment:
-        coordinator = environment[COORDINATOR]
-        processes, process = int(environment[COUNT]), int(environment[RANK])
-    found = (coordinator, processes, process)
-    address, count, rank = _jax.cluster_parameters(found[0], found[1], found[2]) if None in found else found
+    facts = {"lensjax": __version__, "jax": jax.__version__, "python": ".".join(map(str, sys.version_info[:2]))}
+    if _jax.coordination() is not None:  # the program called jax.distributed.initialize itself
+        agree("connect", facts)
+        _watchman.append(Watchman(_jax.coordination(), jax.process_index(), jax.process_count(), silence, _member))
+        return
+    address, count, rank = _where(coordinator, processes, process)
     if address is None or count is None or rank is None or count == 1:
         return
-    facts = {"lensjax": __version__, "jax": jax.__version__, "python": ".".join(map(str, sys.version_info[:2]))}
-    said = meet(address, count, rank, facts, timeout)
-    if told := difference(said):
+    if _jax.has_devices():
+        raise ProcessError(
+            f"process {rank} of {count} has made its devices already, and cannot join the others any more",
+            hint="lensjax.connect() comes before anything that asks JAX for devices or makes an array",
+        )
+    if told := difference(meet(address, count, rank, facts, timeout)):
         raise ProcessError(told, hint="install the same releases everywhere")
     jax.distributed.initialize(
-        address, count, rank, initialization_timeout=int(timeout) + 5, heartbeat_timeout_seconds=30,
-        shutdown_timeout_seconds=15,
+        address, count, rank, initialization_timeout=int(timeout) + 5, heartbeat_timeout_seconds=LONG,
+        shutdown_timeout_seconds=LONG,
     )  # fmt: skip
-    _watchman.append(Watchman(_jax.coordination(), rank, count))
+    _watchman.append(Watchman(_jax.coordination(), rank, count, silence, _member))
+
+
+def _member() -> bool:
+    return _jax.coordination() is not None
+
+
+def _where(coordinator: str | None, processes: int | None, process: int | None) -> tuple[Any, Any, Any]:
+    """(address of process 0, number of processes, this one), as given, as `lensjax launch` says, or as JAX finds."""
+    given = {"coordinator": coordinator, "processes": processes, "process": process}
+    found = (coordinator, processes, process)
+    if coordinator is None and COORDINATOR in os.environ:
+        found = tuple(os.environ.get(name, "") for name in (COORDINATOR, COUNT, RANK))
+        if not (found[1].isdigit() and found[2].isdigit()):
+            raise ProcessError(
+                f"{COORDINATOR} is set, {COUNT} is {found[1]!r} and {RANK} is {found[2]!r}; expected two numbers",
+                hint="`lensjax launch` sets all three",
+            )
+        return found[0], int(found[1]), int(found[2])
+    if None in found:
+        found = _jax.cluster_parameters(*found)
+    if None in found and any(x is not None for x in given.values()):
+        lacking = [name for name, x in zip(given, found) if x is None]
+        raise ProcessError(
+            f"connect was not told {' and '.join(lacking)}, and no launcher says so",
+            hint='lensjax.connect("host0:9731", processes=4, process=RANK)',
+        )
+    return found
 
 
 def difference(said: Mapping[int, Mapping[str, Any]]) -> str:
@@ -100,7 +142,8 @@ def exchange(facts: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def wait_for(key: str, process: int, missing: str) -> str:
-    """The value that `process` puts under a key. Raises ProcessError when it is dead, or takes longer than WORK."""
+    """The value that `process` puts under a key. Raises ProcessError when it ended, is dead, or takes longer than
+    WORK."""
     client, start = _jax.coordination(), time.monotonic()
     while True:
         try:
@@ -108,8 +151,11 @@ def wait_for(key: str, process: int, missing: str) -> str:
         except Exception as e:  # the deadline of one second; anything else as well is tried again until ours
             silent = _watchman[0].silent(process) if _watchman else 0.0
             waited = time.monotonic() - start
-            if silent > MEET or waited > WORK:
-                why = f"has not been heard of for {silent:.0f} s" if silent > MEET else f"took more than {WORK:.0f} s"
+            dead = bool(_watchman) and silent > _watchman[0].dead
+            ended = bool(_watchman) and process in _watchman[0].through and waited > 2
+            if dead or ended or waited > WORK:
+                why = "ended" if ended else f"took more than {WORK:.0f} s"
+                why = f"has not been heard of for {silent:.0f} s" if dead and not ended else why
                 raise ProcessError(
                     f"process {process} {missing}: it {why}",
                     hint="its own output says what happened to it; start all processes again",

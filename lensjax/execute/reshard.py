@@ -23,10 +23,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lensjax._errors import PlanError, StateError
+from lensjax.execute.checks import traced
 from lensjax.execute.nnx import is_module, leaves, take
 from lensjax.execute.place import device_mesh
 from lensjax.passes.shardings import named
 from lensjax.plan.plan import Plan, Spec
+from lensjax.program.trace import is_dynamic
 
 Box = tuple[tuple[int, int], ...]  # start and stop in each dimension
 
@@ -41,6 +43,12 @@ def reshard(state: Any, plan_a: Plan, plan_b: Plan, *, devices: Sequence[Any] | 
     A leaf is found in a plan by its path: of the whole state, or after an argument's name. NNX modules are updated in
     place. Raises StateError for a state that does not lie as `plan_a` says, PlanError where `plan_b` does not fit.
     """
+    for name, plan in (("plan_a", plan_a), ("plan_b", plan_b)):
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"{name} is a {type(plan).__name__}; expected a Plan",
+                hint="reshard(state, train_step.plan, other_step.plan), or lensjax.Plan.load(file)",
+            )
     if any(map(is_module, leaves(state))):
         from lensjax.execute.nnx import write
 
@@ -51,10 +59,14 @@ def reshard(state: Any, plan_a: Plan, plan_b: Plan, *, devices: Sequence[Any] | 
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat]
     values = [x for _, x in flat]
+    _check_leaves(paths, values)
     old = specs_of(plan_a, paths, [np.shape(x) for x in values])
     new = specs_of(plan_b, paths, [np.shape(x) for x in values])
     if devices is None:
         devices = jax.devices() if jax.process_count() > 1 else jax.devices()[: plan_b.mesh.size]
+    devices = list(devices)
+    if not all(isinstance(d, jax.Device) for d in devices) or len(set(devices)) < len(devices):
+        raise PlanError(f"devices={str(devices)[:100]}; expected different devices of jax.devices()")
     mesh = device_mesh(plan_b.mesh, devices)
     wanted = [named(mesh, s) for s in new]
     for path, x, spec, sharding in zip(paths, values, old, wanted):
@@ -93,6 +105,16 @@ def specs_of(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]]
             spec = fitting[0][1] if fitting else ((),) * len(shape)
         found.append(spec)
     return found
+
+
+def _check_leaves(paths: Sequence[str], values: Sequence[Any]) -> None:
+    for path, x in zip(paths, values):
+        if traced([x]):
+            raise StateError(
+                f"{path} is traced: reshard moves arrays that are there", hint="call it outside jit, grad and the step"
+            )
+        if not is_dynamic(x) or isinstance(x, jax.ShapeDtypeStruct):
+            raise StateError(f"{path or 'the state'} is a {type(x).__name__}; expected arrays and numbers")
 
 
 def _check(path: str, x: Any, plan: Plan, spec: Spec, sharding: NamedSharding) -> None:
@@ -146,7 +168,7 @@ def move(x: Any, wanted: NamedSharding) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = move(_data(x), NamedSharding(wanted.mesh, wanted.spec))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    if not x.is_fully_addressable:
+    if not x.is_fully_addressable or not x.size:
         return jax.device_put(x, wanted, donate=True)
     old, new = boxes(x.sharding, x.shape), boxes(wanted, x.shape)
     shards = {s.device: s.data for s in x.addressable_shards}

@@ -23,6 +23,7 @@ from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
 from lensjax.execute.checkpoint import Checkpoints
 from lensjax.execute.checks import advice, another, check_alive, check_state, traced
+from lensjax.execute.copies import Copied
 from lensjax.execute.executable import Executable, OtherSignature, build, run
 from lensjax.execute.in_place import InPlace
 from lensjax.execute.nnx import give_back, holds_modules, is_module, stop, take
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lensjax")
 
 
-class Step(Planned):
+class Step(Copied, Planned):
     """A training step with a plan. Made by `lensjax.parallelize`; call it like the function it wraps."""
 
     def __init__(self, fn: Callable[..., Any], options: Options):
@@ -302,6 +303,11 @@ class Step(Planned):
         """
         from lensjax.execute.companion import Companion
 
+        if not callable(fn):
+            raise PlanError(
+                f"companion got {fn!r} where a function of the state is expected",
+                hint="options go by name, as in step.companion(evaluate, donate=False)",
+            )
         argnums = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
         return Companion(
             fn, self, Options(self._options.cluster, batch_argnums=argnums, batch_axes=batch_axes, donate=donate)
@@ -315,7 +321,8 @@ class Step(Planned):
         Returns when the values are copied, so that the next step may give their buffers up. `wait` waits for the rest;
         so does the next `save`, and the end of the program. Several processes call it together. Raises StateError.
         """
-        self._checkpoints.save(directory, number, state, self.extra, self.plan)
+        like = abstract_values(self.program, self.plan, device_mesh(self.plan.mesh))
+        self._checkpoints.save(directory, number, state, self.extra, self.plan, like)
 
     def wait(self) -> None:
         """Waits until nothing is being written any more; raises what went wrong while writing."""

@@ -119,7 +119,7 @@ def analyze(
     found = time.perf_counter()
     known = frozenset(held(traced.call)) if held is not None else frozenset()
     try:
-        batch = _batch(fn, traced, matches, keys | known, told)
+        batch = _batch(fn, traced, matches, keys, known, told)
     except BatchError as e:
         if held is None or e.code != "no_batch":
             raise
@@ -132,15 +132,22 @@ def analyze(
     return program
 
 
-def _batch(fn: Callable, traced: Traced, matches: Matches, keys: Collection[int], told: dict[int, int] | None) -> Batch:
-    """The batch, among what is neither state nor a key (`keys`, and what is known to be none).
+def _batch(
+    fn: Callable,
+    traced: Traced,
+    matches: Matches,
+    keys: Collection[int],
+    known: Collection[int],
+    told: dict[int, int] | None,
+) -> Batch:
+    """The batch, among what is neither state nor a key (`keys`) nor `known` to be none.
 
     What looks like the source of a gradient is tried only when nothing else is the batch: then it was the batch, and
     the result a reconstruction of it.
     """
     inner = _jax.open_jaxpr(traced.jaxpr)
     used = {a for e in inner.eqns for a in e.invars if is_var(a)}
-    outside = [i for i in range(len(traced.call.leaves)) if i not in matches.state and i not in keys]
+    outside = [i for i in range(len(traced.call.leaves)) if not (i in matches.state or i in keys or i in known)]
     unused = {i for i in outside if inner.invars[i] not in used}
     others = [i for i in outside if i not in matches.alike]
 
@@ -153,7 +160,7 @@ def _batch(fn: Callable, traced: Traced, matches: Matches, keys: Collection[int]
         )
 
     # A batch may hold keys, one for each example: tried when nothing without them is the batch.
-    many = [i for i in sorted(set(keys) - set(matches.state)) if _several(inner.invars[i].aval)]
+    many = [i for i in sorted(set(keys) - set(matches.state) - set(known)) if _several(inner.invars[i].aval)]
     attempts = [others] + ([outside] if len(others) < len(outside) else []) + ([[*outside, *many]] if many else [])
     attempts = attempts[:1] if told is not None else attempts
     for candidates in attempts[:-1]:

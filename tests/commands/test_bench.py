@@ -126,6 +126,27 @@ def test_the_table_names_every_plan_and_every_number_in_eighty_columns(tiers):
         assert text.count(number) >= 2, (number, text)
 
 
+def test_every_axis_of_the_mesh_is_in_the_rows_for_calibration(tmp_path):
+    mesh = {"zero1": 2, "fsdp": 3, "tp": 5, "cp": 7, "ep": 11}
+    about = {"year": 2026, "stack": "jax", "target": "x", "accelerator": "cpu", "devices": 8, "devices_per_node": 8}
+    found = bench_rows.rows([{**e, "mesh": mesh} for e in events("p", [[1.0]], 1.0)], ["p"])
+    bench_rows.write_rows(found, about, tmp_path / "rows.csv")
+    (row,) = csv.DictReader(open(tmp_path / "rows.csv", newline=""))
+    assert [row[a] for a in ("dp", "fsdp", "tp", "cp", "ep")] == ["2", "3", "5", "7", "11"]
+
+
+def test_an_interrupt_is_a_line_and_a_status(monkeypatch, capsys, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "train.py").write_text(TARGET)
+    monkeypatch.setattr(bench, "_measure", interrupted)
+    assert main(["bench", f"{tmp_path}/train.py:target"]) == 130
+    assert capsys.readouterr().err == "lensjax: interrupted\n"
+    assert main(["bench", f"{tmp_path}/train.py:target", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "interrupted"
+
+
 def test_the_same_plan_under_two_names_is_no_pair():
     best = [{**e, "plan": "best"} for e in events("dp", [[1.1]], 1.0)]
     found = bench_rows.rows(best + events("dp", [[1.0]], 1.0), ["best", "dp"])

@@ -33,10 +33,10 @@ def test_the_page_is_of_the_examples_that_there_are():
     assert shown and shown <= names == set(pages().GALLERY)
 
 
-def run(*command, devices):
+def run(*command, devices, cwd=None):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    done = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True)
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=1"
+    done = subprocess.run([sys.executable, *map(str, command)], env=env, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -47,8 +47,8 @@ def test_both_scripts_train_and_resume_alike(tmp_path):
     shown = {}
     for name, devices in (("before", 1), ("after", 8)):
         script = ROOT / "examples" / f"script_{name}.py"
-        run(script, "--folder", tmp_path / name, "--steps", 50, devices=devices)
-        shown[name] = run(script, "--folder", tmp_path / name, "--steps", 100, devices=devices)
+        run(script, "--folder", name, "--steps", 50, devices=devices, cwd=tmp_path)
+        shown[name] = run(script, "--folder", name, "--steps", 100, devices=devices, cwd=tmp_path)
         assert "resumed at step 50" in shown[name]
     loss = {name: float(re.search(r"step 100  loss ([\d.]+)", text)[1]) for name, text in shown.items()}
     assert loss["after"] == pytest.approx(loss["before"], abs=2e-4)

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status, all that it wrote, and the seconds from its start to its end."""
+    """How a process ended: its exit status, all that it wrote, and when, on the machine's clock (time.monotonic)."""
 
     status: int
     text: str
-    seconds: float
+    ended: float
 
     def after(self, word: str) -> str:
         """The rest of the line that begins with `word`; fails with the whole output where the process failed."""
@@ -25,17 +25,16 @@ class Ended:
 def run(program, *arguments, processes, devices, port=None, only=None, timeout=400) -> list[Ended]:
     """The processes of a run of `program` (source text), as `lensjax launch` would start them; `only` these ranks."""
     base = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    base["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    base["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=1"
     if processes > 1:
         base |= {"LENSJAX_COORDINATOR": f"localhost:{port}", "LENSJAX_PROCESSES": str(processes)}
 
     def one(rank):
-        started = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-c", program, *map(str, arguments)], env={**base, "LENSJAX_PROCESS": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
         )  # fmt: skip
-        return Ended(done.returncode, done.stdout, time.monotonic() - started)
+        return Ended(done.returncode, done.stdout, time.monotonic())
 
     with ThreadPoolExecutor(processes) as pool:
         return list(pool.map(one, range(processes) if only is None else only))

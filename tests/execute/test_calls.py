@@ -1,7 +1,9 @@
 """What happens around a call: arrays that stand twice, methods, steps inside other programs, orders of arguments."""
 
+import copy
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 
@@ -179,3 +181,35 @@ def test_a_decorated_method_of_an_instance_that_is_no_key(kind):
     x = np.ones((8, 4), np.float32)
     for owner in (kind(0.5), kind(0.25)):
         np.testing.assert_allclose(owner.step(jnp.ones((4, 2)), x), 1 - owner.rate * 4 * np.ones((4, 2)), rtol=1e-5)
+
+
+def loss_of(p, x):
+    return (jnp.tanh(x @ p) ** 2).mean()
+
+
+@lensjax.parallelize(plan="fsdp")
+def module_step(p, x):
+    return p - 0.1 * jax.grad(loss_of)(p, x)
+
+
+def test_a_copy_of_a_step_goes_on_under_its_plan_and_a_name_is_pickled():
+    state = module_step(jnp.full((16, 64), 0.1), X)
+    held, expected = np.asarray(state), module_step.__wrapped__(np.asarray(state), X)
+    deep = copy.deepcopy({"step": module_step, "score": module_step.companion(loss_of), "state": state})
+    for other in (copy.copy(module_step), deep["step"]):
+        assert other.plan == module_step.plan and other is not module_step
+        np.testing.assert_allclose(other(jnp.copy(state), X), expected, rtol=1e-6)
+    assert deep["score"]._parent is deep["step"]
+    np.testing.assert_allclose(deep["score"](deep["state"], X), loss_of(held, X), rtol=1e-6)
+    assert pickle.loads(pickle.dumps(module_step)) is module_step
+    assert pickle.loads(pickle.dumps(module_step.plan)) == module_step.plan
+    with pytest.raises(pickle.PicklingError, match=r"pickle the undecorated function and step.plan"):
+        pickle.dumps(lensjax.parallelize(step, plan="dp"))
+
+
+def test_a_copy_has_hidden_state_of_its_own():
+    first = lensjax.parallelize(step, plan="dp")
+    first.extra["residual"] = jnp.ones(3)
+    other = copy.deepcopy(first)
+    first.extra["residual"].delete()
+    assert other.extra["residual"].sum() == 3

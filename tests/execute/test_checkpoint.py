@@ -2,6 +2,9 @@
 interrupted is ever chosen."""
 
 import functools
+import os
+import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +126,6 @@ def modules_step(model, optimizer, x):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_modules_come_back_as_modules(tmp_path):
     first = lensjax.parallelize(modules_step, plan="fsdp")
     model, optimizer = first.init(create_modules, 0, batch=data())
@@ -227,6 +229,95 @@ def test_another_states_checkpoint_is_refused_by_the_name_of_the_leaf(tmp_path):
         StateError, match=r"of another state: params/v is float32\[64, 16\] in it and float32\[32, 16\]"
     ):
         narrow.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d, s: (d, s, "5"), "'5' is no number of a checkpoint; expected an integer"),
+        (lambda d, s: (d, s, 5.0), "5.0 is no number"),
+        (lambda d, s: (d, s, True), "True is no number"),
+        (lambda d, s: (d, s, -1), "-1 is no number"),
+        (lambda d, s: (s, d, 1), "dict .* where the folder of the checkpoints is expected"),
+        (lambda d, s: (None, s, 1), "NoneType .* where the folder"),
+        (lambda d, s: (d, {}, 1), "there is no array in what is to be saved"),
+        (lambda d, s: (d, s["params"], 1), "not the state of this step: key is not there, and uint32"),
+        (lambda d, s: (d, {**s, "more": jnp.ones(3)}, 1), r"not the state of this step: more is float32\[3\], and not"),
+        (lambda d, s: (d, {**s, "name": "mine"}, 1), "name is no array in one of them"),
+        (lambda d, s: (d / "file", s, 1), "cannot write to .*/file: FileExistsError"),
+        (lambda d, s: (d / "file" / "inside", s, 1), "cannot write to .*/inside: NotADirectoryError"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path, change, words):
+    step, state = planned_once()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match=words):
+        step.save(*change(tmp_path, state))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@functools.cache
+def planned_once():
+    return planned()
+
+
+def test_numbers_and_folders_as_scripts_have_them(tmp_path, monkeypatch):
+    step, state = planned_once()
+    monkeypatch.chdir(tmp_path)
+    for number, folder in ((np.int64(3), "my run %1"), (jnp.int32(7), pathlib.Path("my run %1")), (5, "./my run %1/")):
+        step.save(folder, state, number)
+    for name in ("99", "best"):  # not ours, or left by who copies folders about
+        (tmp_path / "my run %1" / name).mkdir()
+    assert step.saved(tmp_path / "my run %1") == (3, 5, 7)
+    close(step.restore("my run %1", np.int64(5))["params"], state["params"], 0)
+
+
+def test_keys_come_back_typed_or_raw_as_the_step_has_them(tmp_path):
+    step, state = planned_once()
+    step.save(tmp_path, state, 1)
+    step.wait()
+    turned = lambda: {**create(), "key": jax.random.PRNGKey(3), "raw": jax.random.key(7)}
+    other = lensjax.parallelize(train_step, plan="dp")
+    other.plan_for(jax.eval_shape(turned), data())
+    back = other.restore(tmp_path)
+    close({k: back[k] for k in ("key",)}, {"key": jax.random.key_data(state["key"])}, 0)
+    close(jax.random.key_data(back["raw"]), state["raw"], 0)
+    assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(other.abstract_state)]
+    rbg = lensjax.parallelize(train_step, plan="dp")
+    rbg.plan_for(jax.eval_shape(lambda: {**create(), "key": jax.random.key(3, impl="rbg")}), data())
+    with pytest.raises(StateError, match=r"key is uint32\[2\] in it and uint32\[4\] in the step's"):
+        rbg.restore(tmp_path)
+
+
+def test_a_narrower_type_is_not_cast_to_in_silence(tmp_path):
+    def half(state, x):
+        return {**state, "w": state["w"] - jax.grad(lambda w: ((x @ w) ** 2).mean())(state["w"])}
+
+    make = lambda dtype: {"w": jnp.full((16, 64), 0.1, dtype)}
+    wide, narrow = (lensjax.parallelize(half, plan="fsdp") for _ in range(2))
+    state = wide.init(lambda: make(jnp.float32), batch=data())
+    narrow.plan_for(jax.eval_shape(lambda: make(jnp.bfloat16)), data())
+    wide.save(tmp_path / "wide", state, 1)
+    wide.wait()
+    with pytest.raises(StateError, match=r"w is float32\[16, 64\] in it and bfloat16\[16, 64\] in the step's"):
+        narrow.restore(tmp_path / "wide")
+    narrow.save(tmp_path / "narrow", make(jnp.bfloat16), 1)
+    narrow.wait()
+    assert wide.restore(tmp_path / "narrow")["w"].dtype == jnp.float32
+
+
+def test_a_damaged_checkpoint_says_so(tmp_path):
+    step, state = planned_once()
+    step.save(tmp_path, state, 1)
+    step.wait()
+    for path in (tmp_path / "1" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"garbage")
+    with pytest.raises(StateError, match=r"cannot be read: its 'state' is damaged"):
+        step.restore(tmp_path)
+    shutil.rmtree(tmp_path / "1" / "state")
+    with pytest.raises(StateError, match=r"checkpoint 1 in .* holds nothing; expected 'state'"):
+        step.restore(tmp_path)
 
 
 def test_before_there_is_a_plan():

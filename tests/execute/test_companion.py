@@ -188,3 +188,25 @@ def test_the_loss_of_a_family(family):
     for n in (None, 3):
         part = jax.tree.map(lambda x, n=n: x[:n], batch)
         assert float(judge(state, part)) == pytest.approx(float(loss(jax.device_get(state), part)), rel=1e-5)
+
+
+def test_a_companion_of_a_state_that_was_given_up_says_so_and_the_process_lives():
+    step, state = trained("fsdp")
+    score = step.companion(evaluate)
+    score(state, data())
+    step(state, data())
+    with pytest.raises(StateError, match="donated to an earlier call"):
+        score(state, data())
+
+
+def test_what_a_companion_has_not_is_its_steps():
+    step, state = trained("fsdp")
+    score = step.companion(evaluate)
+    for call in (lambda: score.abstract_state, lambda: score.save("x", state, 1), lambda: score.restore("x")):
+        with pytest.raises(PlanError, match="a companion has no state of its own"):
+            call()
+    total = score.companion(lambda params: params["in"].sum())(state["params"])
+    assert float(total) == pytest.approx(float(state["params"]["in"].sum()))
+    for plan in ("dp", "off"):
+        with pytest.raises(PlanError, match="companion got 3 where a function"):
+            lensjax.parallelize(train_step, plan=plan).companion(3)

@@ -181,6 +181,37 @@ def test_a_state_that_lies_otherwise_is_refused_before_anything_is_given_up():
     assert not any(x.is_deleted() for x in state.values())
 
 
+def test_what_cannot_be_resharded_is_refused_by_name():
+    a = Plan(MeshPlan((Axis("x", 8),)), name="a")
+    for state, plans, kw, error, words in (
+        ({"w": jnp.ones(8)}, ("fsdp", a), {}, PlanError, "plan_a is a str; expected a Plan"),
+        (a, (jnp.ones(8), a), {}, PlanError, "plan_a is a "),
+        ({"w": jnp.ones(8)}, (a, None), {}, PlanError, "plan_b is a NoneType"),
+        ({"w": {"name": "x"}}, (a, a), {}, StateError, "w/name is a str; expected arrays"),
+        ({"w": jax.ShapeDtypeStruct((8,), "float32")}, (a, a), {}, StateError, "w is a ShapeDtypeStruct"),
+        ({"w": jnp.ones(8)}, (a, a), {"devices": 8 * jax.devices()[:1]}, PlanError, "expected different devices"),
+        ({"w": jnp.ones(8)}, (a, a), {"devices": "cpu"}, PlanError, "expected different devices"),
+        ({"w": jnp.ones(8)}, (a, a), {"devices": jax.devices()[:2]}, PlanError, "is for 8 devices"),
+    ):
+        with pytest.raises(error, match=words):
+            lensjax.reshard(state, *plans, **kw)
+    with pytest.raises(StateError, match="w is traced"):
+        jax.jit(lambda s: lensjax.reshard(s, a, a))({"w": jnp.ones(8)})
+
+
+def test_nothing_and_types_of_all_sizes_come_through():
+    a, b = (Plan(MeshPlan((Axis("x", 8),)), leaves={"state/w": s}) for s in ((("x",), ()), ((), ("x",))))
+    mesh = device_mesh(a.mesh)
+    assert lensjax.reshard({}, a, b) == {}
+    empty = jax.device_put(jnp.zeros((0, 8)), named(mesh, ((), ())))
+    assert lensjax.reshard({"z": empty}, a, b)["z"].shape == (0, 8)
+    for dtype in ("bool", "complex64", "int4", "float8_e4m3fn", "float16"):
+        whole = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
+        out = lensjax.reshard({"w": jax.device_put(whole, named(mesh, (("x",), ())))}, a, b)["w"]
+        np.testing.assert_array_equal(np.asarray(out), whole)
+        assert out.sharding == named(mesh, ((), ("x",)))
+
+
 def test_training_goes_on_under_the_other_plan():
     def step(p, x):
         loss, grads = jax.value_and_grad(lambda p: ((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2).mean())(p)

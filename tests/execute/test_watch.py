@@ -69,11 +69,46 @@ def test_a_process_that_falls_silent_ends_the_others(start, capsys):
     assert "process 1 has not been heard of for" in capsys.readouterr().err
 
 
+def test_a_failure_that_another_hook_reported_is_told_at_the_end(start, monkeypatch):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("the disk is full"), raising=False)
+    second.leave()
+    assert second.ended.is_set() and first.ended.wait(60)
+    assert store.values["lensjax/failed/1"] == "RuntimeError: the disk is full"
+
+
 def test_who_is_through_is_not_missed(start):
     store = Store()
     first, second = start(store, 0, 2), start(store, 1, 2)
     second.leave()
+    second._done.set()  # it is gone
     assert not first.ended.wait(4.0) and first.silent(1) > 3.0
+
+
+def test_who_is_through_still_watches(start, capsys):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    second.leave()
+    first._done.set()  # killed while the other waits for its end
+    assert second.ended.wait(60) and "process 0 has not been heard of" in capsys.readouterr().err
+
+
+def test_time_in_which_a_watchman_was_paused_itself_does_not_count(start, monkeypatch):
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    time.sleep(0.2)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 100)  # both wake 100 s later
+    time.sleep(0.5)
+    assert not first.ended.is_set() and not second.ended.is_set() and first.silent(1) < 3.0
+
+
+def test_silence_may_be_allowed(start):
+    store = Store()
+    first, second = start(store, 0, 2, float("inf")), start(store, 1, 2)
+    second._done.set()
+    assert not first.ended.wait(4.0)
 
 
 def test_the_end_of_the_service_is_an_end(start, capsys):
