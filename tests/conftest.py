@@ -1,11 +1,14 @@
-"""Eight emulated CPU devices for every test, set before JAX starts."""
+"""Eight emulated CPU devices for every test, set before JAX starts. Nothing here is timed, so XLA:CPU optimizes at
+level 1, which compiles twice as fast as its default (level 0 gives NaN gradients, on one device too)."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+    _flags = os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+if "xla_backend_optimization_level" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_backend_optimization_level=1"
 
 import socket  # noqa: E402
 

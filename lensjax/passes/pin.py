@@ -29,6 +29,7 @@ from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.passes.steady import steady
+from lensjax.passes.windows import Splits, safe_splits
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import Builder, Constrain, body_operands, is_var, map_bodies, shape_of
 from lensjax.program.flow import touches
@@ -93,6 +94,7 @@ class _Pinner:
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
         outside = share.axes if share is not None else ()
+        self.inside = tuple(a for a in plan.mesh.shape if a not in outside)
         self.gathered = batch_axes(plan)
         self.axes = tuple(a for a in self.gathered if a not in outside)
         rules = activation_rules(program, plan)
@@ -170,11 +172,12 @@ class _Pinner:
         gathered: dict[Any, Any] = {}
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
-            if eqn.primitive.name == "conv_general_dilated" and self.rules:
-                ins = self._windows_or_channels(b, eqn, ins)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            b.emit(eqn.replace(invars=ins))
+            if splits := safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn)):
+                self._windowed(b, eqn, ins, splits)
+            else:
+                b.emit(eqn.replace(invars=ins))
             for v in eqn.outvars:
                 self._pin_value(b, eqn, v, weights)
 
@@ -226,22 +229,22 @@ class _Pinner:
                         used.update(free)
         return entries if used else None
 
-    def _windows_or_channels(self, b: Builder, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The operands of a convolution, its input split over its windows or its kernel over its input channels or its
-        own window, never both: over one mesh axis XLA computes wrong sums then (seen in jax 0.10.2 and 0.12.0.1, in the
-        partitioner that all platforms share). The kernel's channels win where a rule splits them; else the input is
-        left as it is."""
-        numbers = eqn.params["dimension_numbers"]
-        kernel, channels = eqn.invars[1], numbers.rhs_spec[1]
-        axis = self.program.logical.major(kernel, channels)
-        if not all(map(is_var, eqn.invars)) or axis in self.batch_ids:  # a weight's gradient sums over the batch
-            return ins
-        at, whole = 1, numbers.rhs_spec[1:]
-        if any(a == axis and mesh for a, mesh in self.rules):
-            at, whole = 0, numbers.lhs_spec[2:]
-        entries = [None if d in whole else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(eqn.invars[at])))]
-        pinned = Constrain(NamedSharding(self.mesh, PartitionSpec(*entries)))
-        return [b.apply(pinned, a, like=eqn, name="lensjax.conv")[0] if k == at else a for k, a in enumerate(ins)]
+    def _kept(self, eqn: Any) -> Spec | None:
+        """The mesh axes that split a gradient where it is made, less those over which it is summed."""
+        spec = self.grads.get(eqn.outvars[0]) if eqn.outvars else None
+        return None if spec is None else tuple(tuple(a for a in axes if a not in self.gathered) for axes in spec)
+
+    def _windowed(self, b: Builder, eqn: Any, ins: list[Any], splits: Splits) -> None:
+        """An operation that XLA computes rightly only in some splits, in one of these."""
+
+        def pinned(spec: PartitionSpec, atom: Any) -> Any:
+            return b.apply(Constrain(NamedSharding(self.mesh, spec)), atom, like=eqn, name="lensjax.window")[0]
+
+        operands, result = splits
+        b.emit(eqn.replace(invars=[pinned(s, a) if s is not None and is_var(a) else a for s, a in zip(operands, ins)]))
+        (v,) = eqn.outvars
+        if not isinstance(v, jcore.DropVar):
+            b.env[v] = pinned(result, b.read(v))
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
