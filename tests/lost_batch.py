@@ -61,9 +61,13 @@ def lost(program: Program, plan: Plan, one: str, many: str) -> list[str]:
     whole, mine = flops_by_name(one), flops_by_name(many)
     found = []
     for name, cost in mine.items():
-        batchless = any(w.fullmatch(name) for w in without) or (without and not name)  # some dots have no scope
+        batchless = not name or any(w.fullmatch(name) for w in without)
         if name in whole and not batchless and cost > 1.01 * whole[name] / parts:
             found.append(f"{name}: {cost * parts / whole[name]:.1f} of 1 share")
+    # Where the compiler breaks a matmul up, the parts may have no scope: they count in the sum of all.
+    total, share = sum(mine.values()), sum(whole.values()) / parts
+    if mine.get("") and not without and total > 1.01 * share:
+        found.append(f"matmuls without a scope, all matmuls together: {total / share:.1f} of 1 share")
     return found
 
 

@@ -6,6 +6,8 @@ reduce-scattered. So the pass pins
     activations      results of matmuls, convolutions and lookups, loop carries and slices: split along the batch
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
+    windows          whole where XLA would compute a split one wrongly (see `windows`)
+    ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
 Values keep their numbers: a constraint is the identity, and what the cuts between devices could make the compiler round
@@ -26,6 +28,7 @@ from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
 from lensjax.passes.gradients import gradient_pins
+from lensjax.passes.ragged import ragged_rows
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.passes.steady import steady
@@ -174,8 +177,9 @@ class _Pinner:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            if splits := safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn)):
-                self._windowed(b, eqn, ins, splits)
+            splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn)) or self._rows(eqn)
+            if splits is not None:
+                self._held(b, eqn, ins, splits)
             else:
                 b.emit(eqn.replace(invars=ins))
             for v in eqn.outvars:
@@ -234,16 +238,36 @@ class _Pinner:
         spec = self.grads.get(eqn.outvars[0]) if eqn.outvars else None
         return None if spec is None else tuple(tuple(a for a in axes if a not in self.gathered) for axes in spec)
 
-    def _windowed(self, b: Builder, eqn: Any, ins: list[Any], splits: Splits) -> None:
-        """An operation that XLA computes rightly only in some splits, in one of these."""
+    def _rows(self, eqn: Any) -> Splits | None:
+        """The rows of a ragged matmul split like the batch, over the axes that do not split its groups."""
+        rows = ragged_rows(eqn)
+        if rows is None or rows.operands[0] in self.batch.plain(eqn.invars[0]):
+            return None
+        taken = set()
+        if self.rules:
+            group = self.program.logical.major(*rows.groups)
+            taken = {m for axis, mesh in self.rules if axis == group for m in mesh}
+        axes = tuple(a for a in self.axes if a not in taken)
+        if not axes or rows.count % ways(self.plan, axes):
+            return None
+
+        def spec(value: Any, row: int | None) -> PartitionSpec:
+            free = PartitionSpec.UNCONSTRAINED
+            return PartitionSpec(*(axes if d == row else free for d in range(len(shape_of(value)))))
+
+        operands = [None if row is None else spec(v, row) for v, row in zip(eqn.invars, rows.operands)]
+        return operands, None if rows.result is None else spec(eqn.outvars[0], rows.result)
+
+    def _held(self, b: Builder, eqn: Any, ins: list[Any], splits: Splits) -> None:
+        """An equation with operands and result split as told."""
 
         def pinned(spec: PartitionSpec, atom: Any) -> Any:
-            return b.apply(Constrain(NamedSharding(self.mesh, spec)), atom, like=eqn, name="lensjax.window")[0]
+            return b.apply(Constrain(NamedSharding(self.mesh, spec)), atom, like=eqn, name="lensjax.split")[0]
 
         operands, result = splits
         b.emit(eqn.replace(invars=[pinned(s, a) if s is not None and is_var(a) else a for s, a in zip(operands, ins)]))
         (v,) = eqn.outvars
-        if not isinstance(v, jcore.DropVar):
+        if result is not None and not isinstance(v, jcore.DropVar):
             b.env[v] = pinned(result, b.read(v))
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:

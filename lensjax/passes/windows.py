@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from lensjax.program.edit import shape_of
 
 _FREE = PartitionSpec.UNCONSTRAINED
-Splits = tuple[list[PartitionSpec | None], PartitionSpec]
+Splits = tuple[list[PartitionSpec | None], PartitionSpec | None]
 
 
 def safe_splits(eqn: Any, axes: Sequence[str], devices: int, kept: Sequence[Any] | None = None) -> Splits | None:

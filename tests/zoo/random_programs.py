@@ -1,8 +1,8 @@
 """Random small losses: chains of operations on `[row, feature]` values, as a training step of several of them.
 
 A chain is a list of `(operation, variant, width)`; every operation takes `[N, f]` to `[N, g]`, mixing what models mix:
-matmuls, convolutions, loops, lookups, scatters, reshapes, reductions along features or over the batch, element-wise
-arithmetic. Widths are such that parameters are large enough to be split, and not all divide by every mesh.
+matmuls, convolutions, windows, loops, lookups, scatters, reshapes, reductions along features or over the batch,
+element-wise arithmetic. Widths are such that parameters are large enough to be split, and not all divide by every mesh.
 """
 
 from __future__ import annotations
@@ -106,6 +106,38 @@ def _reshape(rng, f, variant, g):
     return {}, lambda p, x, b: jnp.stack([x, -x], 1).reshape(len(x), 2, f).max(1)
 
 
+def _window(rng, f, variant, g):
+    numbers = ("NWC", "WIO", "NWC")
+    if variant == 0:  # a grouped convolution over positions
+        k = {"k": _matrix(rng, 3, 2, g)}
+        return k, lambda p, x, b: lax.conv_general_dilated(
+            x.reshape(len(x), -1, 4), p["k"], (1,), "SAME", dimension_numbers=numbers, feature_group_count=2
+        ).mean(1)
+    if variant == 1:  # pooling, and what is left brought back to size
+
+        def pool(p, x, b):
+            y = x.reshape(len(x), -1, 4)
+            top = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "SAME")
+            mean = lax.reduce_window(y, 0.0, lax.add, (1, 3, 1), (1, 2, 1), "SAME") / 3
+            return jnp.repeat(top + mean, 2, 1)[:, : y.shape[1]].reshape(x.shape)
+
+        return {}, pool
+    if variant == 2:  # strides, along the batch too
+        return (
+            {},
+            lambda p, x, b: (
+                x[:, ::-1] + jnp.repeat(x[:, ::2], 2, 1) + (x[1::2] - x[::2]).mean() + x.at[:, 1::2].mul(0.5)
+            ),
+        )
+
+    def spread(p, x, b):  # a transposed convolution, and a part overwritten at a place that is data
+        y = lax.conv_transpose(x.reshape(len(x), -1, 4), p["k"], (2,), "SAME", dimension_numbers=numbers)
+        x = x + jnp.tanh(y[:, 1::2].reshape(x.shape))
+        return lax.dynamic_update_slice_in_dim(x, 0.5 * x[:, :4], b["ids"][0, 0] % 4, 1)
+
+    return {"k": _matrix(rng, 2, 4, 4)}, spread
+
+
 def _reduce(rng, f, variant, g):
     if variant == 0:
         return {}, lambda p, x, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 0.01)
@@ -129,7 +161,7 @@ def _each(rng, f, variant, g):
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "dot": _dot, "conv": _conv, "scan": _scan, "gather": _gather,
-    "scatter": _scatter, "reshape": _reshape, "reduce": _reduce, "each": _each,
+    "scatter": _scatter, "reshape": _reshape, "reduce": _reduce, "each": _each, "window": _window,
 }  # fmt: skip
 LOSSES = ("mean", "sum", "weighted", "classes")
 
