@@ -58,12 +58,19 @@ def _together(x, y):
     return jax.lax.optimization_barrier((x, y))
 
 
-def pin(program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None) -> Program:
+def pin(
+    program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None, whole: bool = True
+) -> Program:
     """`program` with the plan's sharding constraints. `mesh`: a jax Mesh or AbstractMesh with the plan's axes;
-    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch."""
+    `shardings`: what the plan resolves to; `share`: where the program is that of one share of the batch; `whole`: the
+    program is all that the plan was made for, and has every axis that the plan names."""
     if plan.mesh.size == 1:
         return program
-    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, share).top()))
+    rules = activation_rules(program, plan, whole and share is None)
+    return dataclasses.replace(program, jaxpr=steady(_Pinner(program, plan, mesh, shardings, rules, share).top()))
+
+
+Rules = tuple[tuple[int, tuple[str, ...]], ...]  # (logical axis, mesh axes), in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,32 +82,34 @@ class Share:
     results: Mapping[int, Spec]
 
 
-def activation_rules(program: Program, plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
+def activation_rules(program: Program, plan: Plan, whole: bool = True) -> Rules:
     """(logical axis, mesh axes) of the plan's activation rules, in order; empty where only the batch is ruled (then the
-    batch dimensions that two traces found are enough). Raises PlanError for a name that the program does not have."""
+    batch dimensions that two traces found are enough). Raises PlanError for a name that the program does not have; a
+    part of it (not `whole`) may have fewer: dimensions can come apart into other factors there."""
     rules = plan.rules.activations
     if set(rules) <= {"batch"}:
         return ()
     number: dict[str, list[int]] = {}
     for i, name in enumerate(program.logical.names):
         number.setdefault(name, []).append(i)
-    if unknown := [name for name, axes in rules.items() if axes and name not in number]:
+    if whole and (unknown := [name for name, axes in rules.items() if axes and name not in number]):
         raise PlanError(
             f"the plan has a rule for the logical axis {unknown[0]!r}, which the program does not have",
             hint="the plan was made for another program: plan again",
         )
-    return tuple((i, tuple(axes)) for name, axes in rules.items() if axes for i in number[name])
+    return tuple((i, tuple(axes)) for name, axes in rules.items() if axes for i in number.get(name, ()))
 
 
 class _Pinner:
-    def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, share: Share | None = None):
+    def __init__(
+        self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, rules: Rules, share: Share | None
+    ):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.batch = program.batch
         outside = share.axes if share is not None else ()
         self.inside = tuple(a for a in plan.mesh.shape if a not in outside)
         self.gathered = batch_axes(plan)
         self.axes = tuple(a for a in self.gathered if a not in outside)
-        rules = activation_rules(program, plan)
         self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)

@@ -189,7 +189,8 @@ class _Shares:
         arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
         results = tuple(self.shardings.results[r] for r in self.after.results)
         specs = Shardings(arguments, results, self.shardings.gradients)
-        pinned = pin(inside(self.after.program, self.plan, self.mesh, ()), self.plan, self.mesh, specs)
+        program = inside(self.after.program, self.plan, self.mesh, ())
+        pinned = pin(program, self.plan, self.mesh, specs, whole=False)
         return jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr))
 
     # ---- running ------------------------------------------------------------------------------------------------

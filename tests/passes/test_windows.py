@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lensjax
 from lensjax.passes.windows import safe_splits
+from lensjax.plan.plan import Micro, Reduce
 
 AXES = ("a", "b", "c")
 NUMBERS = ("NWC", "WIO", "NWC"), ("CWN", "IWO", "WNC")
@@ -136,13 +137,18 @@ def test_safe_splits_compute_what_one_device_does(kind, seed):
     np.testing.assert_allclose(jax.jit(whole)(*arguments), expected, rtol=1e-4, atol=1e-4)
 
 
-def _same(loss, params, batch, plan):
+def _descent(loss):
     def step(params, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
 
+    return step
+
+
+def _same(loss, params, batch, plan, cluster="cpu:8"):
+    step = _descent(loss)
     _, (value, grads) = jax.jit(step)(params, batch)
-    _, (mine, found) = lensjax.parallelize(step, plan=plan, cluster="cpu:8", donate=False)(params, batch)
+    _, (mine, found) = lensjax.parallelize(step, plan=plan, cluster=cluster, donate=False)(params, batch)
     assert float(mine) == pytest.approx(float(value), rel=1e-5)
     scale = max(np.abs(g).max() for g in jax.tree.leaves(grads))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(found), strict=True):
@@ -171,11 +177,8 @@ def test_channels_that_become_windows():
     _same(loss, params, rng.normal(size=(16, 32)).astype(np.float32), "tp_sp=2")
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("groups", [2, 16])
-@pytest.mark.parametrize("plan", ["dp", "tp=8", "fsdp=2,tp=4", "dp=2,tp_sp=4", "dp=2,fsdp=2,tp=2"])
-def test_grouped_kernels(plan, groups):
-    """A ConvNeXt-like block: grouped convolution, max pooling, every other position, over a batch that is split."""
+def _block(groups):
+    """(loss, parameters, batch) of a ConvNeXt-like block: grouped convolution, max pooling, every other position."""
     rng = np.random.default_rng(0)
     params = {"in": _draw(rng, 3, 4, 16), "groups": _draw(rng, 3, 16 // groups, 16), "out": _draw(rng, 16, 8)}
 
@@ -184,7 +187,23 @@ def test_grouped_kernels(plan, groups):
         h = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID")[:, ::2]
         return ((h.mean(1) @ params["out"]) ** 2).mean()
 
-    _same(loss, params, rng.normal(size=(16, 8, 4)).astype(np.float32), plan)
+    return loss, params, rng.normal(size=(16, 8, 4)).astype(np.float32)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("groups", [2, 16])
+@pytest.mark.parametrize("plan", ["dp", "tp=8", "fsdp=2,tp=4", "dp=2,tp_sp=4", "dp=2,fsdp=2,tp=2"])
+def test_grouped_kernels(plan, groups):
+    _same(*_block(groups), plan)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("field", [{"reduce": {"host": Reduce(split=True)}}, {"micro": Micro(count=2)}])
+@pytest.mark.parametrize("plan", ["dp=2,fsdp=2,tp=2", "dp=2,fsdp=4", "dp=2,tp=4", "fsdp=2,tp_sp=4", "hsdp=4"])
+def test_in_shares_of_the_batch(plan, field):
+    loss, params, x = _block(2)
+    plan = lensjax.parallelize(_descent(loss), plan=plan, cluster="cpu:2x4").plan_for(params, x)
+    _same(loss, params, x, plan.replace(**field), "cpu:2x4")
 
 
 @pytest.mark.parametrize("plan", ["dp", "dp=2,fsdp=2,tp=2"])
