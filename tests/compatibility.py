@@ -37,9 +37,9 @@ PLANS = {
 }
 
 
-# Nothing here is timed: LLVM's expensive passes are left out. (Optimization level 0 of XLA:CPU gives NaN gradients for
+# Nothing here is timed, and level 1 compiles twice as fast as the default. (Level 0 of XLA:CPU gives NaN gradients for
 # programs that are finite at every other level, on one device too.)
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_llvm_disable_expensive_passes=true"
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
 
 
 @functools.lru_cache(maxsize=1)
