@@ -7,6 +7,7 @@ reduce-scattered. So the pass pins
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
     windows          whole where XLA would compute a split one wrongly (see `windows`)
+    summed           alike in both operands of a matmul over three dimensions or more (see `contract`)
     ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
@@ -27,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
+from lensjax.passes.contract import agreeing_splits
 from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.ragged import ragged_rows
 from lensjax.passes.recompute_copy import AGAIN
@@ -186,7 +188,8 @@ class _Pinner:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn)) or self._rows(eqn)
+            splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn))
+            splits = splits or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
             if splits is not None:
                 self._held(b, eqn, ins, splits)
             else:
@@ -211,6 +214,14 @@ class _Pinner:
             return b.read(v)
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
         return b.apply(Constrain(sharding), b.read(v), like=like, name="lensjax.batch")[0]
+
+    def _wanted(self, v: Any) -> list[Any]:
+        """How the plan splits each dimension of a value; free where the batch is merged behind another."""
+        entries = (self._entries(v) if self.rules else self._batch_entries(v)) if is_var(v) else None
+        if entries is not None:
+            return entries
+        hidden = self.batch.dims.get(v, ()) if is_var(v) else ()
+        return [PartitionSpec.UNCONSTRAINED if d in hidden else None for d in range(len(shape_of(v)))]
 
     def _batch_entries(self, v: Any) -> list[Any] | None:
         plain = self.batch.plain(v)
