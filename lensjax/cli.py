@@ -10,7 +10,10 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from lensjax import __version__
@@ -87,8 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     name = next((a for a in argv if not a.startswith("-")), None)
     wants_json = "--json" in argv
+    restore = _heed_termination()
     try:
         args = _parser(name).parse_args(argv)
+        wants_json = getattr(args, "json", False)  # `lensjax launch ... SCRIPT.py --json`: the script's own
         if args.command is None:
             _parser(None).print_help()
             return 0
@@ -101,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             # Into a file or a pipe rich would write 80 columns; a terminal, or COLUMNS, says what it has.
             console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
             for item in result.show:
-                console.print(item)
+                console.print(item, markup=False)  # [x].png is a file's name
         return result.status
     except LensjaxError as e:
         if wants_json:
@@ -118,6 +123,29 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `lensjax topo ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        restore()
+
+
+def _heed_termination() -> Callable[[], None]:
+    """SIGTERM and SIGHUP leave by an exception, so that what a command started ends with it. Returns what undoes it."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    # One that is ignored (nohup) stays ignored.
+    old = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    mine = [n for n, handler in old.items() if handler is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, leave)
+
+    def restore() -> None:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+    return restore
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> Result:
     plans = split_plans(args.plans or ["best,dp,fsdp"])
     if args.steps < 1 or args.visits < 1:
         raise UsageError(f"--steps {args.steps} --visits {args.visits}", hint="1 or more")
+    if args.devices is not None and args.devices < 1:
+        raise UsageError(f"--devices {args.devices}", hint="1 or more; leave it out for those that JAX sees")
     for path in (args.png, args.rows, args.resume):
         check_writable(path)
     file = args.target.rpartition(":")[0]
@@ -81,13 +83,19 @@ def _measure(request: dict[str, Any], journal: Path, scratch: Path, quiet: bool)
 
     (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
     same = {k: request[k] for k in ("target", "file", "cluster", "devices", "steps", "visits")}
-    if not journal.exists() or not journal.read_text(encoding="utf-8").strip():
+    if not journal.exists() or not journal.read_bytes().strip():
         _append(journal, {"event": "request", "plan": None, **same})
     else:
-        first = read(journal)[0]
+        first = next(iter(read(journal)), {})
+        if first.get("event") != "request":
+            raise UsageError(
+                f"{journal} is no journal of lensjax bench: its first line is no request",
+                hint="choose another file, or one that does not exist yet",
+            )
         if differ := [k for k in same if first.get(k) != same[k]]:
             raise UsageError(
-                f"{journal} has measurements of another {differ[0]}: {first.get(differ[0])}, now {same[differ[0]]}",
+                f"{journal} has measurements of another run: {differ[0]} was {first.get(differ[0])}, "
+                f"and is now {same[differ[0]]}",
                 hint="choose another file, or delete it",
             )
     env = dict(os.environ)
@@ -117,12 +125,13 @@ def _measure(request: dict[str, Any], journal: Path, scratch: Path, quiet: bool)
             if child.returncode == 0 and about is not None:
                 return {k: v for k, v in about.items() if k not in ("event", "plan")}, events
             said = log.read_text(encoding="utf-8", errors="replace").strip()
+            signal = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
             if events[-1]["event"] in ("request", "about") or child.returncode == 3:
                 told = scratch / "error.json"
                 if told.exists():
                     raise UsageError(**json.loads(told.read_text(encoding="utf-8")))
-                raise UsageError(f"the measurement could not start: {said[-1500:]}")
-            signal = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
+                why = f"its process ended with {signal}" + (f": {said[-1500:]}" if said else ", and said nothing")
+                raise UsageError(f"the measurement could not start: {why}")
             last = said.splitlines()[-1][:300] if said else ""
             why = f"the process died with {signal}" + (f": {last}" if last else "")
             _append(journal, {
@@ -135,11 +144,13 @@ def _measure(request: dict[str, Any], journal: Path, scratch: Path, quiet: bool)
 def read(journal: Path) -> list[dict[str, Any]]:
     """The complete lines of a journal."""
     out = []
-    for line in journal.read_text(encoding="utf-8").splitlines():
+    for line in journal.read_bytes().splitlines():
         try:
-            out.append(json.loads(line))
-        except json.JSONDecodeError:  # the last line of a process that died while it wrote
+            event = json.loads(line)
+        except ValueError:  # the last line of a process that died while it wrote
             continue
+        if isinstance(event, dict) and {"event", "plan"} <= event.keys():
+            out.append(event)
     return out
 
 

@@ -21,6 +21,8 @@ _COORDINATOR, _COUNT, _RANK = "LENSJAX_COORDINATOR", "LENSJAX_PROCESSES", "LENSJ
 _GLOO = "Expected number of connected peer ranks is"
 GRACE = 10.0  # seconds for the other processes to say why they cannot go on, once one is gone
 
+PATIENCE = 3  # signals: the first may start a checkpoint, the second may be meant; the third is
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes")
@@ -36,6 +38,8 @@ def run(args: argparse.Namespace) -> Result:
         raise UsageError(f"--processes {args.processes}", hint="1 or more")
     if args.devices is not None and args.devices < 1:
         raise UsageError(f"--devices {args.devices}", hint="1 or more; leave it out for real devices")
+    if args.port is not None and not 1 <= args.port <= 65535:
+        raise UsageError(f"--port {args.port}", hint="1 to 65535; leave it out for a free one")
     if not os.path.isfile(args.script):
         raise UsageError(f"there is no file {args.script}")
     port = args.port or _free_port()
@@ -45,7 +49,13 @@ def run(args: argparse.Namespace) -> Result:
     lock = threading.Lock()
     with _Forward(children):  # before the first one starts: a signal may come as soon as there is something to see
         for rank in range(args.processes):
-            child = _start(args, rank, port)
+            try:
+                child = _start(args, rank, port)
+            except OSError as e:  # no more processes, memory or files
+                _signal(children, signal.SIGKILL)
+                raise UsageError(
+                    f"process {rank} of {args.processes} could not be started: {e}", hint="start fewer"
+                ) from e
             children.append(child)
             for pipe, stream in ((child.stdout, out), (child.stderr, sys.stderr)):
                 readers.append(threading.Thread(target=_label, args=(f"[{rank}] ", pipe, stream, lock), daemon=True))
@@ -77,20 +87,29 @@ def _start(args: argparse.Namespace, rank: int, port: int) -> subprocess.Popen[b
 
 def _label(label: str, pipe: IO[bytes], stream: Any, lock: threading.Lock) -> None:
     """Copies whole lines with a label in front. Gloo's own lines about its connections (several threads write them, in
-    pieces) are nobody's output."""
+    pieces) are nobody's output. Once nobody reads `stream` (`| head`), lines are dropped: a process whose pipe is full
+    would wait forever."""
+    heard = True
     for line in iter(pipe.readline, b""):
         text = line.decode(errors="replace")
-        if not text.startswith("[Gloo]") and _GLOO not in text:
+        if heard and not text.startswith("[Gloo]") and _GLOO not in text:
             with lock:
-                stream.write(label + text + "\n" * (not text.endswith("\n")))
-                stream.flush()
+                try:
+                    # One write: where it fails, nothing of it is left to be flushed at the end.
+                    stream.write(label + text + "\n" * (not text.endswith("\n")))
+                    stream.flush()
+                except UnicodeEncodeError:  # a terminal of another encoding
+                    stream.write(label + ascii(text) + "\n")
+                except OSError:
+                    heard = False
 
 
 class _Forward:
-    """While active, interrupt and termination signals go to all children."""
+    """While active, interrupt and termination signals go to all children; the third one ends them, heeded or not."""
 
     def __init__(self, children: list[subprocess.Popen[bytes]]):
         self._children = children
+        self._count = 0
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -103,7 +122,8 @@ class _Forward:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, _: Any) -> None:
-        _signal(self._children, number)
+        self._count += 1
+        _signal(self._children, number if self._count < PATIENCE else signal.SIGKILL)
 
 
 def _signal(children: list[subprocess.Popen[bytes]], number: int) -> None:

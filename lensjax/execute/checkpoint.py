@@ -163,8 +163,9 @@ def _number(number: Any) -> int:
     except TypeError:
         found = -1
     if found < 0:
+        said = repr(number) if isinstance(number, str | int | float | None) else f"a {type(number).__name__}"
         raise StateError(
-            f"{number!r} is no number of a checkpoint; expected an integer, 0 or more",
+            f"{said[:60]} is no number of a checkpoint; expected an integer, 0 or more",
             hint="step.save(folder, state, number), with the number of the step as a rule",
             code="checkpoint",
         )

@@ -64,6 +64,8 @@ def reshard(state: Any, plan_a: Plan, plan_b: Plan, *, devices: Sequence[Any] | 
     new = specs_of(plan_b, paths, [np.shape(x) for x in values])
     if devices is None:
         devices = jax.devices() if jax.process_count() > 1 else jax.devices()[: plan_b.mesh.size]
+    if not isinstance(devices, Sequence | np.ndarray):
+        raise PlanError(f"devices={str(devices)[:100]}; expected a list of different devices of jax.devices()")
     devices = list(devices)
     if not all(isinstance(d, jax.Device) for d in devices) or len(set(devices)) < len(devices):
         raise PlanError(f"devices={str(devices)[:100]}; expected different devices of jax.devices()")

@@ -99,6 +99,11 @@ def code(spec: Any) -> str:
     return f"PartitionSpec({', '.join(map(say, entries))})"
 
 
+def _quoted(name: str) -> str:
+    """A name inside a module's docstring, which no name may end."""
+    return repr(name).replace('"', '\\"')
+
+
 def flax_rules(plan: Plan) -> str:
     """Rules for linen's logical axes, and the leaves that they do not describe."""
     rules: dict[str, Any] = {}
@@ -106,7 +111,7 @@ def flax_rules(plan: Plan) -> str:
         rules.update({k: tuple(v) or None for k, v in getattr(plan.rules, kind).items()})
     listed = [(k, v[0] if v and len(v) == 1 else v) for k, v in rules.items()]
     text = f'''
-    """Logical-axis rules of the lensjax plan {plan.name!r}, mesh {plan.mesh.shape}.
+    """Logical-axis rules of the lensjax plan {_quoted(plan.name)}, mesh {plan.mesh.shape}.
 
     Where a model names its axes as these rules do (nn.with_logical_partitioning, nn.with_logical_constraint), they
     shard it as the plan does. Axes are named after a tensor that has them. LEAVES are the plan's own shardings, for
@@ -133,7 +138,7 @@ def python(plan: Plan, facts: Facts | None) -> str:
     """A module of plain PartitionSpecs; with the step's facts, also the step."""
     known = facts.arguments if facts is not None else plan.leaves
     common = {
-        "plan": plan.name,
+        "plan": _quoted(plan.name),
         "axes": plan.mesh.shape,
         "order": plan.mesh.order,
         "specs": _table(known.items()),
@@ -142,7 +147,7 @@ def python(plan: Plan, facts: Facts | None) -> str:
         return (_HEAD_OF_A_PLAN + _MESH).format(**common)
     results = "".join(f"    {code(s)},\n" for _, s in facts.results)
     more = {
-        "name": facts.name,
+        "name": _quoted(facts.name),
         "made": facts.made,
         "results": f"[\n{results}]",
         "donated": facts.donated,
@@ -153,7 +158,7 @@ def python(plan: Plan, facts: Facts | None) -> str:
 
 
 _HEAD_OF_A_STEP = '''\
-"""The step {name!r} under the lensjax plan {plan!r}, without lensjax: mesh {axes}.
+"""The step {name} under the lensjax plan {plan}, without lensjax: mesh {axes}.
 
     step = jit(train_step)              # the undecorated step; its arguments are placed, its state is given up
     state, metrics = step(state, batch)
@@ -182,7 +187,7 @@ CONSTRAINTS = {constraints}
 '''
 
 _HEAD_OF_A_PLAN = '''\
-"""The lensjax plan {plan!r} without lensjax: mesh {axes}. SPECS are the shardings of what it splits; what is not listed
+"""The lensjax plan {plan} without lensjax: mesh {axes}. SPECS are the shardings of what it splits; what is not listed
 is whole on every device.
 
 They are jit's in_shardings and out_shardings for the state. A step has constraints inside as well, which the plan alone
@@ -203,6 +208,8 @@ SPECS = {specs}
 _MESH = '''\
 def mesh(devices=None):
     devices = list(jax.devices() if devices is None else devices)
+    if len(devices) != np.prod(list(MESH.values()), dtype=int):
+        raise ValueError(f"{{len(devices)}} devices; the mesh {{MESH}} has {{np.prod(list(MESH.values()), dtype=int)}}")
     order = range(len(devices)) if ORDER is None else ORDER
     grid = np.array([devices[i] for i in order], dtype=object).reshape(list(MESH.values()))
     return Mesh(grid, tuple(MESH), axis_types=(AxisType.Auto,) * len(MESH))

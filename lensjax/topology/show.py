@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from lensjax.topology import loads
@@ -83,10 +84,10 @@ def renderables(
     parts += ["", *_mesh(cluster, placed, traffic)]
     if breaking:
         parts += ["", f"[yellow]{len(breaking)} pairs do not fit a tree of tiers[/] (placed by graph embedding), e.g."]
-        parts += [f"  {a} - {b}: {why}" for a, b, why in breaking[:3]]
+        parts += [escape(f"  {a} - {b}: {why}") for a, b, why in breaking[:3]]
     parts += [f"[dim]note: {escape(note)}[/]" for note in cluster.notes]
     parts += [f"wrote {escape(f)}" for f in files]
-    return tuple(parts)
+    return tuple(Text.from_markup(p) if isinstance(p, str) else p for p in parts)
 
 
 def _headline(cluster: Cluster) -> str:

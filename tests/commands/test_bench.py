@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -66,7 +68,7 @@ def test_a_measurement_and_its_resumption(tmp_path):
         rows = list(csv.DictReader(f))
     assert [r["dp"] for r in rows] == ["8", "", "8"] and rows[1]["fsdp"] == "8" and float(rows[0]["step_time_s"]) > 0
     status, wrong, _ = run(tmp_path, "--steps", "9", "--resume", str(keep))
-    assert status == 2 and "measurements of another steps: 4, now 9" in wrong["error"]["message"]
+    assert status == 2 and "another run: steps was 4, and is now 9" in wrong["error"]["message"]
 
 
 @pytest.mark.slow
@@ -169,3 +171,33 @@ def test_a_journal_whose_last_line_was_cut_off(tmp_path):
 def test_a_wrong_command_line(tmp_path, capsys):
     assert main(["bench", str(tmp_path / "none.py:target")]) == 2
     assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("held", [b"\xff\xfe\x00not text", b"[1]\n", b"{}\n", b'{"event": "visit", "plan": "dp"}\n'])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path, capsys, held):
+    script, journal = tmp_path / "step.py", tmp_path / "journal"
+    script.write_text("")
+    journal.write_bytes(held)
+    assert main(["bench", f"{script}:target", "--resume", str(journal)]) == 2
+    assert "is no journal of lensjax bench" in capsys.readouterr().err
+    assert journal.read_bytes() == held
+
+
+def test_no_devices(tmp_path, capsys):
+    assert main(["bench", f"{tmp_path}/step.py:target", "--devices", "0"]) == 2
+    assert "--devices 0" in capsys.readouterr().err
+
+
+def test_termination_ends_what_measures(tmp_path):
+    script = tmp_path / "step.py"
+    script.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    bench = subprocess.Popen([sys.executable, "-m", "lensjax.cli", "bench", f"{script}:target"])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert bench.poll() is None
+        time.sleep(0.02)
+    bench.terminate()
+    assert bench.wait(timeout=20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from lensjax import cli
 from lensjax.commands import launch
 
 SCRIPT = """
@@ -101,3 +103,44 @@ def test_a_wrong_command_line(tmp_path, capsys):
     assert main(["launch", "--processes", "2", str(tmp_path / "none.py")]) == 2
     assert "there is no file" in capsys.readouterr().err
     assert main(["launch", "--processes", "0", __file__]) == 2
+
+
+def test_a_reader_that_leaves_stops_nothing(tmp_path):
+    """`lensjax launch ... | head -1`: the processes end, though more is written than a pipe holds."""
+    script = tmp_path / "flood.py"
+    script.write_text("for i in range(20000): print('line', i)\n")
+    command = [sys.executable, "-m", "lensjax.cli", "launch", "--processes", "2", str(script)]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    worker.stdout.readline()
+    worker.stdout.close()
+    assert worker.wait(timeout=30) == 0
+    assert worker.stderr.read() == ""
+
+
+def test_the_third_signal_ends_processes_that_heed_none(tmp_path):
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import signal, time\nfor s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN)\n"
+        "print('up')\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "lensjax.cli", "launch", "--processes", "1", str(script)]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout.readline() == "[0] up\n"
+    for _ in range(launch.PATIENCE):
+        assert worker.poll() is None
+        worker.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert worker.wait(timeout=20) == 128 + signal.SIGKILL
+
+
+def test_json_after_the_script_is_the_scripts(tmp_path):
+    script = tmp_path / "args.py"
+    script.write_text("import sys; print(sys.argv[1:])\n")
+    command = [sys.executable, "-m", "lensjax.cli", "launch", "--processes", "1", str(script), "--json"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "[0] ['--json']\n"
+
+
+@pytest.mark.parametrize("port", ["-4", "0", "65536"])
+def test_a_port_that_cannot_be(capsys, port):
+    assert cli.main(["launch", "--processes", "1", "--port", port, __file__]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
