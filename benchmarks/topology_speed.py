@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from lensjax.topology import collective_time
 from lensjax.topology.cluster import Cluster
+from lensjax.topology.collectives import collective_time
 from lensjax.topology.mesh import placement
 
 AXES = {"data": 64, "fsdp": 32, "model": 8}
