@@ -7,6 +7,8 @@ reduce-scattered. So the pass pins
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
     windows          whole where XLA would compute a split one wrongly (see `windows`)
+    mixed axes       of reductions by a function of the user's, by bits, and of Fourier transforms: whole (see
+                     `reductions`)
     summed           alike in both operands of a matmul over three dimensions or more (see `contract`)
     ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +35,7 @@ from lensjax.passes.contract import agreeing_splits
 from lensjax.passes.gradients import gradient_pins
 from lensjax.passes.ragged import ragged_rows
 from lensjax.passes.recompute_copy import AGAIN
+from lensjax.passes.reductions import has_order, in_order, whole_where_mixed
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.passes.steady import steady
 from lensjax.passes.windows import Splits, safe_splits
@@ -189,7 +193,7 @@ class _Pinner:
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
             splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn))
-            splits = splits or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
+            splits = splits or whole_where_mixed(eqn) or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
             if splits is not None:
                 self._held(b, eqn, ins, splits)
             else:
@@ -285,10 +289,12 @@ class _Pinner:
             return b.apply(Constrain(NamedSharding(self.mesh, spec)), atom, like=eqn, name="lensjax.split")[0]
 
         operands, result = splits
-        b.emit(eqn.replace(invars=[pinned(s, a) if s is not None and is_var(a) else a for s, a in zip(operands, ins)]))
-        (v,) = eqn.outvars
-        if result is not None and not isinstance(v, jcore.DropVar):
-            b.env[v] = pinned(result, b.read(v))
+        ins = [pinned(s, a) if s is not None and is_var(a) else a for s, a in zip(operands, ins)]
+        ordered = partial(b.apply, in_order, like=eqn, name="lensjax.order")
+        b.emit(eqn.replace(invars=ordered(*ins) if has_order(eqn) else ins))
+        for v in eqn.outvars:
+            if result is not None and not isinstance(v, jcore.DropVar):
+                b.env[v] = pinned(result, ordered(b.read(v))[0] if has_order(eqn) else b.read(v))
 
     def _constrain(self, b: Builder, atom: Any, spec: Spec, like: Any, name: str) -> Any:
         return b.apply(Constrain(named(self.mesh, spec)), b.read(atom), like=like, name=f"lensjax.{name}")[0]
