@@ -7,8 +7,7 @@ reduce-scattered. So the pass pins
     weight uses      a split weight is gathered where the computation reads it, after its casts; once (kept from
                      forward to backward) or again in the backward (with a barrier, so that the two stay two)
     windows          whole where XLA would compute a split one wrongly (see `windows`)
-    mixed axes       of reductions by a function of the user's, by bits, and of Fourier transforms: whole (see
-                     `reductions`)
+    mixed axes       of some reductions, scatters and Fourier transforms: whole (see `reductions`)
     summed           alike in both operands of a matmul over three dimensions or more (see `contract`)
     ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
@@ -192,8 +191,11 @@ class _Pinner:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            splits = safe_splits(eqn, self.inside, ways(self.plan, self.inside), self._kept(eqn))
-            splits = splits or whole_where_mixed(eqn) or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
+            count = ways(self.plan, self.inside)
+            splits = safe_splits(eqn, self.inside, count, self._kept(eqn)) or whole_where_mixed(
+                eqn, count, self._wanted
+            )
+            splits = splits or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
             if splits is not None:
                 self._held(b, eqn, ins, splits)
             else:

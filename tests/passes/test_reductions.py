@@ -92,3 +92,29 @@ def test_transforms_in_shares_of_the_batch(name, plan, field):
     step = _step(TRANSFORMS[name])
     made = lensjax.parallelize(step, plan=plan, cluster="cpu:2x4").plan_for(PARAMS, X)
     _same(step, made.replace(**field), "cpu:2x4")
+
+
+ROWS = np.array([0, 5, 7, 9, 2, 60, 7, 33, 1, 1], np.int32)
+SCATTERS = {
+    "products": lambda w, u: w.at[ROWS[:5]].multiply(u[:5], unique_indices=True),
+    "maxima": lambda w, u: w.at[ROWS].max(u[:10]),
+    "minima of columns": lambda w, u: w.at[:, ROWS].min(u.T[:, :10]),
+    "ones": lambda w, u: w * jnp.zeros(64).at[ROWS].add(1.0),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("plan", ["fsdp=2,tp=4", "zero1=2,tp_sp=4", "dp=2,fsdp=2,tp=2"])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatters_of_a_number_that_the_devices_do_not_divide(name, plan):
+    scatter = SCATTERS[name]
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["in"])
+        return ((h @ scatter(params["square"], params["out"].T) @ params["out"]) ** 2).mean()
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
+
+    _same(step, plan)
