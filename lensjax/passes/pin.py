@@ -191,10 +191,8 @@ class _Pinner:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            count = ways(self.plan, self.inside)
-            splits = safe_splits(eqn, self.inside, count, self._kept(eqn)) or whole_where_mixed(
-                eqn, count, self._wanted
-            )
+            n = ways(self.plan, self.inside)
+            splits = safe_splits(eqn, self.inside, n, self._kept(eqn)) or whole_where_mixed(eqn, n, self._wanted)
             splits = splits or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
             if splits is not None:
                 self._held(b, eqn, ins, splits)
