@@ -145,17 +145,17 @@ def page(rows: list[dict]) -> str:
         "# The choice against the best preset, judged by the compiled step",
         "",
         "Made by `python benchmarks/search_judge.py` from benchmarks/search_judge.jsonl. For every built-in target on "
-        "three machines the plan that the search chooses and the best preset (the fastest that fits by the same scorer, "
-        "with the recompute or micro-batches it needs) are compiled ahead of time by XLA's compiler for the device, and "
-        "the compiled schedule is walked with the machine's links. That walk knows nothing of the search or its "
+        "three machines the plan that the search chooses and the best preset (the fastest that fits by the same "
+        "scorer, with the recompute or micro-batches it needs) are compiled ahead of time by XLA's compiler for it, "
+        "and the compiled schedule is walked with the machine's links. That walk knows nothing of the search or its "
         "partitioner. Below zero the choice is faster.",
         "",
-        f"**{s['wins']} wins, {s['ties']} ties (within {TIE:.0%}), {s['losses']} losses, {s['above_3_percent']} of them "
-        f"above {LOSS:.0%}**; {s['only_the_search_fits']} of the wins are rows in which no preset fits; "
+        f"**{s['wins']} wins, {s['ties']} ties (within {TIE:.0%}), {s['losses']} losses, {s['above_3_percent']} of "
+        f"them above {LOSS:.0%}**; {s['only_the_search_fits']} of the wins are rows in which no preset fits; "
         f"{s['not_judged']} rows not judged.",
         "",
-        "| target | machine | devices | batch x tokens | chosen | judged (planned) s | best preset | judged (planned) s "
-        "| difference |",
+        "| target | machine | devices | batch x tokens | chosen | judged (planned) s | best preset "
+        "| judged (planned) s | difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
