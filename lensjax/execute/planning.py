@@ -46,7 +46,7 @@ class Options:
     budget: float | None = None
     cache: Any = None
     judge: bool = False
-    compress: str = "off"
+    compress: str | Mapping[str, str] = "off"
 
     def __post_init__(self):
         check(self)

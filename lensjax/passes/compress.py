@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -23,11 +24,25 @@ from lensjax.plan.plan import Plan, Reduce
 @dataclasses.dataclass(frozen=True)
 class Compressed:
     """A reduction that sends codes over the slow axes. `inner`: the fast axes, innermost first: a gradient that is the
-    same on all their members is cut up between them before, and gathered after, in full precision."""
+    same on all their members is cut up between them before, and gathered after, in full precision. `field`: where the
+    plan says so."""
 
     policy: comm.Policy
     bucket: int
     inner: tuple[str, ...]
+    field: str = "reduce"
+
+    def check(self, paths: Collection[str]) -> None:
+        """Raises PlanError for a pin that matches none of the gradients' paths: a misspelt one would compress what it
+        should protect."""
+        try:
+            self.policy.check(sorted(set(paths)))
+        except CodecError as e:
+            raise PlanError(f"field '{self.field}.pins' of the plan: {e.message}", hint=e.hint) from e
+
+    def codec(self, path: str, leaf: jax.ShapeDtypeStruct) -> comm.Codec:
+        """The codec of a gradient; a tensor that is used in several places may have several ("path#2")."""
+        return self.policy(re.sub(r"#\d+$", "", path), leaf)
 
     def __call__(
         self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
@@ -39,7 +54,7 @@ class Compressed:
             made = self.state(totals, mesh=mesh, specs=specs, axes=axes)
             rows = tuple({key: state[_name(i, key)] for key in row} for i, row in enumerate(made))
         total, rows = comm.reduce_stacked(
-            tree, mesh=mesh, spec=spec, axes=axes, codec=self.policy, inner=self.inner, state=rows, bucket=self.bucket
+            tree, mesh=mesh, spec=spec, axes=axes, codec=self.codec, inner=self.inner, state=rows, bucket=self.bucket
         )
         return total, hidden(rows) if rows is not None else state
 
@@ -49,7 +64,7 @@ class Compressed:
         """What is kept between calls, a mapping for each bucket."""
         tree = collections.OrderedDict(totals)
         return comm.state_shapes(
-            tree, mesh=mesh, spec=self._specs(tree, specs), axes=axes, codec=self.policy, inner=self.inner,
+            tree, mesh=mesh, spec=self._specs(tree, specs), axes=axes, codec=self.codec, inner=self.inner,
             bucket=self.bucket,
         )  # fmt: skip
 
@@ -72,24 +87,26 @@ def reducer(plan: Plan) -> Reducer:
     slow = slow_axes(plan)
     tiers = dict.fromkeys(a.tier for a in plan.mesh.axes if a.name in slow)
     how = {tier: plan.reduce[tier] for tier in tiers}
-    kinds = {(r.codec, r.bucket) for r in how.values()}
+    kinds = {(r.codec, r.bucket, tuple(r.pins.items())) for r in how.values()}
     if len(kinds) > 1:
         codecs = ", ".join(r.codec for r in how.values())
         raise PlanError(
             f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
             f"{', '.join(slow)} are reduced in one exchange",
-            hint="give these tiers the same codec and bucket, or leave the faster one out: it is then exact",
+            hint="give these tiers the same codec, bucket and pins, or leave the faster one out: it is then exact",
         )
     chosen = next(iter(how.values()), Reduce())
     if chosen.codec == "exact":
         return exact
     tier = next(iter(how))
-    try:
-        policy = comm.Policy(chosen.codec)
-    except CodecError as e:
-        raise PlanError(f"field 'reduce.{tier}.codec' of the plan is {chosen.codec!r}: {e.message}", hint=e.hint) from e
+    for field, codec in {"codec": chosen.codec, **{f"pins.{p}": c for p, c in chosen.pins.items()}}.items():
+        try:
+            comm.parse_codec(codec)
+        except CodecError as e:
+            raise PlanError(f"field 'reduce.{tier}.{field}' of the plan is {codec!r}: {e.message}", hint=e.hint) from e
+    policy = comm.Policy(chosen.codec, pins=chosen.pins)
     fast = tuple(a.name for a in reversed(plan.mesh.axes) if a.name not in slow and a.size > 1)
-    return Compressed(policy, chosen.bucket or comm.BUCKET, fast)
+    return Compressed(policy, chosen.bucket or comm.BUCKET, fast, f"reduce.{tier}")
 
 
 def describe(plan: Plan) -> str:
@@ -98,7 +115,8 @@ def describe(plan: Plan) -> str:
     if found is None:
         return ""
     tier, codec = found[0], comm.parse_codec(found[1].codec)
+    own = "".join(f", {pattern} as {name}" for pattern, name in found[1].pins.items())
     return (
-        f"gradients cross {tier!r} as {codec} (small leaves, norms, biases and routers as bf16): rounded twice, each "
-        f"time by {codec.precision}"
+        f"gradients cross {tier!r} as {codec} (small leaves, norms, biases and routers as bf16{own}): rounded twice, "
+        f"each time by {codec.precision}"
     )

@@ -69,6 +69,8 @@ class _Shares:
         self.count = len(program.arguments)
         self.after = update(program)
         self.specs, self.owners = self._total_specs()
+        if isinstance(reduce, Compressed):
+            reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
         self.passes = self._passes()
         self.finish = self._finish()

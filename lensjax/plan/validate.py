@@ -76,6 +76,11 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
                 f"field 'reduce.{tier}.bucket' does nothing: an exact reduction is the compiler's own",
                 hint="name a codec in 'reduce.*.codec', or leave it out",
             )
+        if reduce.pins and reduce.codec == "exact":
+            raise PlanError(
+                f"field 'reduce.{tier}.pins' does nothing: an exact reduction has no codec to differ from",
+                hint="name a codec in 'reduce.*.codec', or leave them out",
+            )
         batch = plan.rules.activations.get("batch", ())
         if (reduce.split or reduce.codec != "exact") and not any(
             a.tier == tier and a.name in batch for a in plan.mesh.axes

@@ -94,6 +94,17 @@ def test_gradients_are_those_of_one_device_within_the_codec_s_error(codec, prese
     assert worst["['norm']"] <= 0.004 and worst["['router']['kernel']"] <= 0.004, "small leaves go as bf16"
 
 
+def test_single_parameters_have_codecs_of_their_own():
+    state = init(jax.random.key(0))
+    compress = {"*/up": "exact", "*": "int4", "*/norm": "exact"}
+    made = lensjax.parallelize(step, cluster=MACHINE, plan="dp=2,zero1=4", compress=compress, donate=False)
+    (_, mine), (_, expected) = made(state, batch()), jax.jit(step)(state, batch())
+    apart = {name: spread(mine["grads"][name], expected["grads"][name]) for name in ("up", "norm", "down")}
+    assert apart["up"] < 1e-6 and apart["norm"] < 1e-6 and 0.01 < apart["down"] < 0.175, apart
+    assert "*/up as exact" in made.explain()
+    assert lensjax.Plan.from_json(made.plan.to_json()) == made.plan
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec, wide", [("int8", "u8"), ("int4", "u8")])
 @pytest.mark.parametrize("preset", ["dp=2,fsdp=4", "dp=2,tp=4"])
@@ -166,6 +177,9 @@ def test_what_cannot_be_meant_is_refused_by_its_field():
         ({SLOW: Reduce("int3")}, ["reduce.host.codec", "int3", "codecs:"]),
         ({SLOW: Reduce("int8", bucket=0)}, ["reduce.host.bucket"]),
         ({SLOW: Reduce(bucket=1024)}, ["reduce.host.bucket", "exact"]),
+        ({SLOW: Reduce(pins={"*/up": "exact"})}, ["reduce.host.pins", "exact"]),
+        ({SLOW: Reduce("int8", pins={"*/up": "int3"})}, ["reduce.host.pins.*/up", "int3"]),
+        ({SLOW: Reduce("int8", pins={"*/upp": "exact"})}, ["reduce.host.pins", "*/upp", "params/up"]),
         ({"process": Reduce("int8"), SLOW: Reduce("int4")}, ["reduce.host", "reduce.process", "one exchange"]),
     ]:
         made = lensjax.parallelize(step, cluster=MACHINE, plan=base("dp=2,zero1=4").replace(reduce=reduce))
@@ -185,6 +199,9 @@ def test_compress_says_what_it_decided():
     assert plan.reduce[SLOW].codec == "int8"
     assert "int8" in made.explain() and "1/252" in made.explain()
     assert not lensjax.parallelize(step, cluster=MACHINE, plan="dp=2,zero1=4").plan_for(state, batch()).reduce
+    for wrong in ({"*/up": "int8"}, {"*": "off", "*/up": "int8"}, {"*": "int8", "*/up": "int3"}, {"*": 8}):
+        with pytest.raises(PlanError, match="compress="):
+            lensjax.parallelize(step, compress=wrong)
     inside = lensjax.parallelize(step, cluster="cpu:8", plan="dp", compress="int8").plan_for(state, batch())
     assert not inside.reduce and any("slow tier" in f for f in inside.predicted.findings)
 
