@@ -74,8 +74,8 @@ def compressed(
     pricer: Callable[[Plan], Plan],
     progress: Callable[[str], None] | None = None,
 ) -> Choice:
-    """The choice with codes on the slow tier where `how` ("off", "auto", a codec's name, or {pattern: codec} with "*" for
-    the rest) asks for it and, for "auto", where it pays; the plan's findings say what was decided and why."""
+    """The choice with codes on the slow tier where `how` ("off", "auto", a codec's name, or {pattern: codec} with "*"
+    for the rest) asks for it and, for "auto", where it pays; the plan's findings say what was decided and why."""
     how, pins = parts(how)
     if how == "off" or any(r.codec != "exact" for r in choice.plan.reduce.values()):
         return choice
