@@ -13,6 +13,7 @@ from lensjax.comm.low_rank import PowerSGD
 from lensjax.comm.policy import Policy
 from lensjax.comm.reduce import all_reduce, init_state, reduce_stacked, reduction, state_shapes, wire_bytes
 from lensjax.comm.registry import codecs, parse_codec
+from lensjax.comm.scatter import Scatter, scatter, scatter_stacked, scatter_state
 from lensjax.comm.weights import (
     SECONDARY,
     all_gather,
@@ -38,6 +39,7 @@ __all__ = [
     "Layout",
     "Policy",
     "PowerSGD",
+    "Scatter",
     "VectorCodec",
     "all_gather",
     "all_reduce",
@@ -56,6 +58,9 @@ __all__ = [
     "replicas_agree",
     "residual_size",
     "scatter_bytes",
+    "scatter",
+    "scatter_stacked",
+    "scatter_state",
     "secondary_copy",
     "state_shapes",
     "wire_bytes",
