@@ -16,8 +16,8 @@ import jax
 from lensjax import comm
 from lensjax._errors import CodecError, PlanError
 from lensjax.passes.reduce import Arrays, Reducer, Specs, exact
-from lensjax.passes.share_layout import without
 from lensjax.passes.shardings import partition_spec
+from lensjax.passes.share_layout import without
 from lensjax.passes.share_sizes import slow_axes
 from lensjax.plan.plan import Plan, Reduce
 

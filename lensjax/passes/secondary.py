@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from lensjax import comm
 from lensjax._errors import CodecError, PlanError
-from lensjax.passes.share_layout import without
 from lensjax.passes.shardings import Shardings, partition_spec
+from lensjax.passes.share_layout import without
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.program import Program
 
