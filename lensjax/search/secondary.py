@@ -7,13 +7,61 @@ weights innermost, and what a device gathers over it is cut from its own shard (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from lensjax._errors import PlanError
+from lensjax._errors import BatchError, CodecError, PlanError
+from lensjax.comm import parse_codec
 from lensjax.passes.secondary import parsed
 from lensjax.passes.shardings import batch_axes
+from lensjax.passes.share_sizes import falls_back
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Reduce, Rules, Spec
 from lensjax.program.program import Program
+from lensjax.search.choose import Candidate, Choice, tier_names
+from lensjax.search.compressed import COUNT, noted, slow_tier
+from lensjax.topology.cluster import Cluster
+
+
+def check_secondary(how: object) -> None:
+    """Raises PlanError for what is no way to carry weights."""
+    if how is None:
+        return
+    if not isinstance(how, str):
+        raise PlanError(f"secondary={how!r}; expected a codec's name or None", hint='as in secondary="int8"')
+    try:
+        parse_codec(how)
+    except CodecError as e:
+        raise PlanError(f"secondary={how!r}: {e.message}", hint=e.hint) from e
+
+
+def copied(
+    choice: Choice, program: Program, cluster: Cluster, codec: str | None, pricer: Callable[[Plan], Plan]
+) -> Choice:
+    """The choice among the best plans with copies of their weights inside each node, carried by `codec` (None: as it
+    is). The plan's findings say what that gained, or why it changes nothing."""
+    if codec is None:
+        return choice
+    made: list[Candidate] = []
+    reason = ""
+    for old in [c for c in choice.candidates if c.fits(choice.memory)][:COUNT]:
+        assert old.plan is not None
+        tier = slow_tier(old.plan, cluster)
+        if tier is None:
+            reason = reason or "no weight crosses a slow tier under this plan"
+            continue
+        try:
+            plan = with_copies(program, old.plan, tier, codec, tier_names(cluster))
+            if why := falls_back(program, plan):
+                raise PlanError(why)
+            made.append(Candidate(plan.name, pricer(plan)))
+        except (PlanError, BatchError) as e:
+            reason = reason or e.message
+    able = [c for c in made if c.fits(choice.memory)]
+    if not able:
+        return noted(choice, f"secondary={codec!r} changes nothing: {reason or 'no plan with copies fits the memory'}")
+    best = min(able, key=lambda c: c.step_s)
+    assert best.plan is not None
+    others = tuple(sorted([*choice.candidates, *made], key=lambda c: c.step_s))
+    return dataclasses.replace(choice, plan=best.plan, candidates=others)
 
 
 def with_copies(program: Program, plan: Plan, tier: str, codec: str, sizes: Mapping[int, str]) -> Plan:

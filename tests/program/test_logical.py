@@ -17,9 +17,8 @@ from tests.zoo import FAMILIES
 
 
 def same_classes(left, right, strided):
-    """Whether two {variable: dimensions} differ in the numbers of their axes only. Behind the first axis of a dimension,
-    into which parts strided windows cut it depends on the order in which they are read: not compared in such programs.
-    """
+    """Whether two {variable: dimensions} differ in the numbers of their axes only. Into which parts strided windows cut
+    a dimension, behind its first axis, depends on the order in which they are read: not compared in such programs."""
     there, back = {}, {}
     for v, dims in left.items():
         other = right[v]
