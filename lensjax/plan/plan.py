@@ -70,11 +70,13 @@ class Micro:
 class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
     compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
-    then reduced at once (a codec implies it); without it the compiler reduces where it likes."""
+    then reduced at once (a codec implies it); without it the compiler reduces where it likes. `pins`: {pattern: codec}
+    for single tensors, by fnmatch on the path of the parameter, first match wins."""
 
     codec: str = "exact"
     bucket: int | None = None
     split: bool = False
+    pins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Plan:
               parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
+    secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
+              own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
     flags     compiler and transport flags
     """
@@ -137,6 +141,7 @@ class Plan:
     layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     micro: Micro = Micro()
     reduce: Mapping[str, Reduce] = dataclasses.field(default_factory=dict)
+    secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None
