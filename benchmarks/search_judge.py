@@ -173,7 +173,7 @@ def page(rows: list[dict]) -> str:
 
 def main():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="rows with this word in target or machine")
     parser.add_argument("--fresh", action="store_true", help="judge rows again that were judged before")
     parser.add_argument("--page", action="store_true", help="judge nothing, write the page")
