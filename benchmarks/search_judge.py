@@ -152,7 +152,8 @@ def page(rows: list[dict]) -> str:
         "",
         f"**{s['wins']} wins, {s['ties']} ties (within {TIE:.0%}), {s['losses']} losses, {s['above_3_percent']} of "
         f"them above {LOSS:.0%}**; {s['only_the_search_fits']} of the wins are rows in which no preset fits; "
-        f"{s['not_judged']} rows not judged.",
+        f"{s['not_judged']} rows not judged. {len(rows)} of {sum(len(m) for _, m in TARGETS.values())} rows have been "
+        "run; what is not in the table has not.",
         "",
         "| target | machine | devices | batch x tokens | chosen | judged (planned) s | best preset "
         "| judged (planned) s | difference |",
