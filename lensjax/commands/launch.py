@@ -171,8 +171,8 @@ def _check_port(port: int) -> None:
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
                 raise UsageError(
-                    f"--port {port}: another process of this machine listens there",
-                    hint=f"leave --port out for a free one, or give another ('ss -ltnp' says who listens)",
+                    f"--port {port}: it is in use on this machine",
+                    hint="leave --port out for a free one, or give another ('ss -ltnp' says who listens)",
                 ) from e
             if e.errno == errno.EACCES:
                 raise UsageError(

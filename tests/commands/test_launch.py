@@ -160,12 +160,13 @@ def test_a_port_in_use_is_said_before_anything_starts(tmp_path, capsys, host):
         port = s.getsockname()[1]
         assert cli.main(["launch", "--processes", "2", "--port", str(port), str(script)]) == 2
     said = capsys.readouterr().err
-    assert f"--port {port}: another process of this machine listens there" in said and "leave --port out" in said
+    assert f"--port {port}: it is in use on this machine" in said and "leave --port out" in said
     assert "started" not in said and "Traceback" not in said
 
 
 def test_a_port_that_was_just_left_is_free():
     with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as JAX's coordinator does
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]

@@ -1,6 +1,7 @@
 """Plans are data: they round-trip, and a file that is not one says which field is wrong."""
 
 import json
+import pathlib
 
 import pytest
 from hypothesis import given
