@@ -13,7 +13,7 @@ from lensjax.comm.low_rank import PowerSGD
 from lensjax.comm.policy import Policy
 from lensjax.comm.reduce import all_reduce, init_state, reduce_stacked, reduction, state_shapes, wire_bytes
 from lensjax.comm.registry import codecs, parse_codec
-from lensjax.comm.scatter import Scatter, scatter, scatter_stacked, scatter_state
+from lensjax.comm.scatter import Scatter, behind, scatter, scatter_stacked, scatter_state
 from lensjax.comm.weights import (
     SECONDARY,
     all_gather,
@@ -43,6 +43,7 @@ __all__ = [
     "VectorCodec",
     "all_gather",
     "all_reduce",
+    "behind",
     "buckets",
     "checksum",
     "codecs",
@@ -57,8 +58,8 @@ __all__ = [
     "reduction",
     "replicas_agree",
     "residual_size",
-    "scatter_bytes",
     "scatter",
+    "scatter_bytes",
     "scatter_stacked",
     "scatter_state",
     "secondary_copy",

@@ -147,7 +147,9 @@ def scatter_stacked(
     def local(values: list[Any], rows: Any) -> tuple[list[Any], Any]:
         out, new = list(values), []
         for m, row in zip(made, rows):
-            parts, row = m.run([values[i][0] for i, _, _ in m.leaves], {k: r[0] for k, r in row.items()}, mesh.axis_names)
+            parts, row = m.run(
+                [values[i][0] for i, _, _ in m.leaves], {k: r[0] for k, r in row.items()}, mesh.axis_names
+            )
             for (i, _, _), part in zip(m.leaves, parts):
                 out[i] = part
             new.append({k: r[None] for k, r in row.items()})

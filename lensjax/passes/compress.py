@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from lensjax import comm
 from lensjax._errors import CodecError, PlanError
 from lensjax.passes.reduce import Arrays, Reducer, Specs, exact
 from lensjax.passes.shardings import partition_spec
+from lensjax.passes.share_layout import without
 from lensjax.passes.share_sizes import slow_axes
 from lensjax.plan.plan import Plan, Reduce
 
@@ -47,38 +48,56 @@ class Compressed:
     def __call__(
         self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
     ) -> tuple[Arrays, Arrays]:
-        tree = collections.OrderedDict(stacked)
-        spec, rows = self._specs(tree, specs), None
-        if state:
-            totals = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in tree.items()}
-            made = self.state(totals, mesh=mesh, specs=specs, axes=axes)
-            rows = tuple({key: state[_name(i, key)] for key in row} for i, row in enumerate(made))
-        total, rows = comm.reduce_stacked(
-            tree, mesh=mesh, spec=spec, axes=axes, codec=self.codec, inner=self.inner, state=rows, bucket=self.bucket
-        )
-        return total, hidden(rows) if rows is not None else state
+        totals = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in stacked.items()}
+        made: dict[str, Any] = {}
+        after = dict(state)
+        for kind, names in _kinds(specs, axes).items():
+            tree = collections.OrderedDict((n, stacked[n]) for n in names)
+            how = self._how(kind, names, mesh=mesh, specs=specs, axes=axes)
+            shapes = _SHAPES[kind](collections.OrderedDict((n, totals[n]) for n in names), **how)
+            held = tuple({key: state[_name(kind, i, key)] for key in row} for i, row in enumerate(shapes))
+            total, rows = _RUN[kind](tree, state=held if any(held) else None, **how)
+            made |= total
+            after |= hidden(kind, rows or ())
+        return made, after
 
     def state(
         self, totals: Mapping[str, jax.ShapeDtypeStruct], *, mesh: Any, specs: Specs, axes: tuple[str, ...]
-    ) -> tuple[Mapping[str, jax.ShapeDtypeStruct], ...]:
-        """What is kept between calls, a mapping for each bucket."""
-        tree = collections.OrderedDict(totals)
-        return comm.state_shapes(
-            tree, mesh=mesh, spec=self._specs(tree, specs), axes=axes, codec=self.codec, inner=self.inner,
-            bucket=self.bucket,
-        )  # fmt: skip
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """What is kept between calls, by the names that it has in `step.extra`."""
+        found = {}
+        for kind, names in _kinds(specs, axes).items():
+            how = self._how(kind, names, mesh=mesh, specs=specs, axes=axes)
+            found |= hidden(kind, _SHAPES[kind](collections.OrderedDict((n, totals[n]) for n in names), **how))
+        return found
 
-    def _specs(self, tree: Mapping[str, Any], specs: Specs) -> Any:
-        return collections.OrderedDict((n, partition_spec(specs[n])) for n in tree)
+    def _how(self, kind: str, names: Collection[str], *, mesh: Any, specs: Specs, axes: tuple[str, ...]) -> Any:
+        how = {"mesh": mesh, "axes": axes, "codec": self.codec, "bucket": self.bucket}
+        if kind == "scatter":
+            return {**how, "spec": collections.OrderedDict((n, partition_spec(specs[n])) for n in names)}
+        spec = collections.OrderedDict((n, partition_spec(without(specs[n], axes))) for n in names)
+        return {**how, "spec": spec, "inner": self.inner}
 
 
-def hidden(rows: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
+# A total that stays split over the slow axes needs the first of the two hops only.
+_RUN = {"reduce": comm.reduce_stacked, "scatter": comm.scatter_stacked}
+_SHAPES = {"reduce": comm.state_shapes, "scatter": comm.scatter_state}
+
+
+def _kinds(specs: Specs, axes: tuple[str, ...]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for n, spec in specs.items():
+        found.setdefault("reduce" if comm.behind(spec, axes) is None else "scatter", []).append(n)
+    return found
+
+
+def hidden(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A reduction's state by the names that it has in `step.extra`."""
-    return {_name(i, key): x for i, row in enumerate(rows) for key, x in row.items()}
+    return {_name(kind, i, key): x for i, row in enumerate(rows) for key, x in row.items()}
 
 
-def _name(bucket: int, key: str) -> str:
-    return f"reduce/{bucket}/{key}"
+def _name(kind: str, bucket: int, key: str) -> str:
+    return f"{kind}/{bucket}/{key}"
 
 
 def reducer(plan: Plan) -> Reducer:

@@ -129,6 +129,8 @@ class Plan:
               parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
+    secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
+              own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
     flags     compiler and transport flags
     """
@@ -141,6 +143,7 @@ class Plan:
     layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     micro: Micro = Micro()
     reduce: Mapping[str, Reduce] = dataclasses.field(default_factory=dict)
+    secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None

@@ -81,12 +81,13 @@ def compressed(
         return choice
     tier = slow_tier(choice.plan, cluster)
     if tier is None:
-        return _noted(choice, f"compress={how!r} changes nothing: no gradient crosses a slow tier under this plan")
+        return noted(choice, f"compress={how!r} changes nothing: no gradient crosses a slow tier under this plan")
     if why := falls_back(program, coded(choice.plan, tier, "bf16")):
-        return _noted(choice, why)
+        return noted(choice, why)
     made: list[tuple[Candidate, Candidate]] = []
     reason = ""
-    for old in [c for c in choice.candidates if c.fits(choice.memory)][:COUNT]:
+    copies = bool(choice.plan.secondary)  # asked for: plans without them do not compete
+    for old in [c for c in choice.candidates if c.fits(choice.memory) and bool(_secondary(c)) == copies][:COUNT]:
         assert old.plan is not None
         where = slow_tier(old.plan, cluster)
         for codec in AUTO if how == "auto" else (how,):
@@ -102,7 +103,7 @@ def compressed(
                 reason = reason or e.message
     able = [(old, new) for old, new in made if new.fits(choice.memory)]
     if not able:
-        return _noted(choice, f"compress={how!r}: " + (reason or "no plan with codes fits the memory"))
+        return noted(choice, f"compress={how!r}: " + (reason or "no plan with codes fits the memory"))
     old, best = min(able, key=lambda pair: pair[1].step_s)
     now = next((c for c in choice.candidates if c.plan == choice.plan), old)
     saved, least = now.step_s - best.step_s, _least(now, old, best, tier, cluster)
@@ -110,10 +111,14 @@ def compressed(
     choice = dataclasses.replace(choice, candidates=candidates)
     told = f"{duration(best.step_s)} a step against {duration(now.step_s)} with {now.name}, exact"
     if how == "auto" and saved < least:
-        return _noted(choice, f"compress='auto': off: the best with codes, {best.name}, is predicted to take {told}")
+        return noted(choice, f"compress='auto': off: the best with codes, {best.name}, is predicted to take {told}")
     assert best.plan is not None
     choice = dataclasses.replace(choice, plan=best.plan)
-    return _noted(choice, f"compress={how!r}: {told}")
+    return noted(choice, f"compress={how!r}: {told}")
+
+
+def _secondary(candidate: Candidate) -> Mapping[str, str]:
+    return candidate.plan.secondary if candidate.plan is not None else {}
 
 
 def coded(plan: Plan, tier: str, codec: str, name: str | None = None, pins: Mapping[str, str] = {}) -> Plan:
@@ -129,7 +134,7 @@ def _least(now: Candidate, old: Candidate, best: Candidate, tier: str, cluster: 
     return LEAST_GAIN * now.step_s + 2 * CODING_BYTES * values / cluster.device.memory_bandwidth
 
 
-def _noted(choice: Choice, note: str) -> Choice:
+def noted(choice: Choice, note: str) -> Choice:
     predicted = choice.plan.predicted
     if predicted is None:
         return choice
