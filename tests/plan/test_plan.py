@@ -135,7 +135,7 @@ def test_a_plan_file_that_is_no_text(tmp_path):
 
 def test_a_plan_that_cannot_be_written_says_where_and_loses_nothing(tmp_path, monkeypatch):
     plan = Plan(MeshPlan((Axis("dp", 8),)))
-    with pytest.raises(PlanError, match="cannot write the plan to .*nowhere"):
+    with pytest.raises(PlanError, match=r"cannot write the plan to .*nowhere"):
         plan.save(tmp_path / "nowhere" / "plan.json")
     with pytest.raises(PlanError, match="it is a folder"):
         plan.save(tmp_path)
