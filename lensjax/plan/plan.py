@@ -6,9 +6,11 @@ object, so that it can be diffed, edited, kept under version control and replaye
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import types
 import typing
@@ -160,7 +162,24 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | pathlib.Path) -> None:
-        pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Writes the plan as JSON. A file that is there keeps what it has until the new one is whole. Raises PlanError
+        where it cannot be written."""
+        target = pathlib.Path(path).resolve()
+        if target.is_dir():
+            raise PlanError(f"cannot write the plan to {target}: it is a folder", hint=f"as in {target / 'plan.json'}")
+        whole = target.exists() and not target.is_file()  # a pipe or a terminal takes it as it comes
+        part = target if whole else target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_text(self.to_json() + "\n", encoding="utf-8")
+            if not whole:
+                part.replace(target)
+        except OSError as e:
+            if not whole:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+            raise PlanError(
+                f"cannot write the plan to {target}: {e.strerror or e}", hint="name a folder that is there and yours"
+            ) from e
 
     def export(self, form: str) -> str:
         """The plan for a world without lensjax, as the text of a file: "python" (PartitionSpecs), "flax-rules" or
