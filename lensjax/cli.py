@@ -7,13 +7,14 @@ progress goes to standard error. Errors are `{"error": {code, message, hint}}` w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lensjax import __version__
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.command is None:
             _parser(None).print_help()
             return 0
-        result = args.run(args)
+        with _only_json() if wants_json else contextlib.nullcontext():
+            result = args.run(args)
         if wants_json:
             _print_json({"schema": 1, **result.data})
         else:
@@ -125,6 +127,25 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _only_json() -> Iterator[None]:
+    """What is written to standard output meanwhile goes to standard error, by native code too: solvers and compilers
+    print there as they please, and then it would be no JSON."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except OSError:  # closed: nothing to keep clean
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _heed_termination() -> Callable[[], None]:

@@ -13,6 +13,7 @@ from lensjax.comm.low_rank import PowerSGD
 from lensjax.comm.policy import Policy
 from lensjax.comm.reduce import all_reduce, init_state, reduce_stacked, reduction, state_shapes, wire_bytes
 from lensjax.comm.registry import codecs, parse_codec
+from lensjax.comm.scatter import Scatter, behind, scatter, scatter_stacked, scatter_state
 from lensjax.comm.weights import (
     SECONDARY,
     all_gather,
@@ -38,9 +39,11 @@ __all__ = [
     "Layout",
     "Policy",
     "PowerSGD",
+    "Scatter",
     "VectorCodec",
     "all_gather",
     "all_reduce",
+    "behind",
     "buckets",
     "checksum",
     "codecs",
@@ -55,7 +58,10 @@ __all__ = [
     "reduction",
     "replicas_agree",
     "residual_size",
+    "scatter",
     "scatter_bytes",
+    "scatter_stacked",
+    "scatter_state",
     "secondary_copy",
     "state_shapes",
     "wire_bytes",

@@ -129,16 +129,21 @@ def layout(leaves: Sequence[Leaf], codecs: Codecs = "int8", limit: int = BUCKET)
     return Layout(tuple(made))
 
 
-def _codec(leaf: Leaf, codecs: Codecs) -> Codec:
-    dtype = leaf.whole.dtype
+def codec_of(path: str, whole: jax.ShapeDtypeStruct, codecs: Codecs) -> Codec:
+    """The codec that a leaf was given; exact for what is no floating point number. Raises CodecError for types that
+    cannot be summed."""
+    dtype = whole.dtype
     narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
     tiny = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
     if dtype == jax.dtypes.float0 or dtype == jnp.bool_ or narrow or tiny:
         raise CodecError(
-            f"{leaf.path or 'the value'} has the type {dtype}, which cannot be summed between devices",
+            f"{path or 'the value'} has the type {dtype}, which cannot be summed between devices",
             hint="reduce gradients in 16 bits or more; XLA aborts on, or rounds, collectives in fewer",
         )
-    made = parse(codecs if isinstance(codecs, str | Codec) else codecs(leaf.path, leaf.whole))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return Exact()
+    made = parse(codecs if isinstance(codecs, str | Codec) else codecs(path, whole))
+    return made if jnp.issubdtype(dtype, jnp.floating) else Exact()
+
+
+def _codec(leaf: Leaf, codecs: Codecs) -> Codec:
+    made = codec_of(leaf.path, leaf.whole, codecs)
     return made if made.takes(leaf.local) else Exact()

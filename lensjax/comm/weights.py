@@ -24,6 +24,7 @@ from lensjax.comm.codec import Codec, VectorCodec
 from lensjax.comm.group import Group, padded
 from lensjax.comm.reduce import Axes, _names, _sizes
 from lensjax.comm.registry import parse_codec as parse
+from lensjax.comm.scatter import kept
 from lensjax.comm.two_hop import to_owner
 
 # What `secondary_copy` gathered, by this name: jax.checkpoint_policies.save_only_these_names(SECONDARY) keeps it.
@@ -67,7 +68,7 @@ def reduce_scatter(
         raise CodecError(f"a residual of shape {residual.shape}", hint=f"this reduction's has the shape ({rows.size},)")
     owned, new = to_owner(rows.reshape(-1), made, group, residual)
     part = jnp.moveaxis(owned[:size].reshape(shape), 0, dimension).astype(x.dtype)
-    return part, None if residual is None else jnp.where(jnp.isfinite(owned).all(), new, residual)
+    return part, None if residual is None else kept(owned, new, residual, group.axes)
 
 
 def residual_size(shape: Sequence[int], members: int, codec: str | Codec) -> int:

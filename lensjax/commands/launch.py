@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import socket
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> Result:
         raise UsageError(f"--port {args.port}", hint="1 to 65535; leave it out for a free one")
     if not os.path.isfile(args.script):
         raise UsageError(f"there is no file {args.script}")
+    if args.port is not None:
+        _check_port(args.port)
     port = args.port or _free_port()
     out = sys.stderr if args.json else sys.stdout
     children: list[subprocess.Popen[bytes]] = []
@@ -154,6 +157,28 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
 
 def _status(code: int) -> int:
     return 128 - code if code < 0 else code
+
+
+def _check_port(port: int) -> None:
+    """Raises UsageError where process 0 could not listen there: it would only say so after all had waited for it."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
+                if family == socket.AF_INET6:
+                    s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                s.bind(("", port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"--port {port}: it is in use on this machine",
+                    hint="leave --port out for a free one, or give another ('ss -ltnp' says who listens)",
+                ) from e
+            if e.errno == errno.EACCES:
+                raise UsageError(
+                    f"--port {port}: this user may not listen there", hint="ports from 1024 on are for everyone"
+                ) from e
+            # Anything else (no IPv6 on this machine) is no reason not to try.
 
 
 def _free_port() -> int:

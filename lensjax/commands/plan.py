@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", metavar="CODEC", default="off", help="gradients cross the slowest tier as codes: int8, auto, ..."
     )
+    parser.add_argument(
+        "--secondary", metavar="CODEC", help="weights cross the slowest tier once a step, for a copy inside each node"
+    )
     parser.add_argument("--judge", action="store_true", help="compile the last few candidates and decide by that")
     parser.add_argument(
         "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> Result:
             budget=args.budget,
             judge=args.judge,
             compress=args.compress,
+            secondary=args.secondary,
         )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start

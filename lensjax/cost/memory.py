@@ -95,20 +95,22 @@ class _Walk:
         born: dict[int, tuple[int, str]] = {}  # value that owns a buffer -> when, what for
         until: dict[int, int] = {}  # and the position of the last step that reads it
         owner: dict[int, int] = {}
+        dying: defaultdict[int, list[int]] = defaultdict(list)  # position -> values that own a buffer, read there last
         copies: dict[int, tuple[int, int]] = {}  # argument -> the steps between which its transposed copy lives
         for position, step in enumerate(steps):
             self.clock += 1
             start = self.clock
             made = [v for v in step.writes if v not in shared]
-            free = [v for v in owner if last.get(v) == position]
-            for old, new in reused(step, free, made, self.values):
+            for old, new in reused(step, dying.pop(position, []), made, self.values):
                 owner[new] = owner[old]
                 until[owner[new]] = last[new]
+                dying[last[new]].append(new)
             for v in made:
                 if v not in owner:
                     owner[v] = v
                     born[v] = (start, "communication" if step.node.name in COLLECTIVES else "temporaries")
                     until[v] = last[v]
+                    dying[last[v]].append(v)
             if step.node.name in _MATMULS:
                 self.buffers.append(Buffer(start, start, self.workspace, "temporaries", depth))
             for inner in step.node.bodies:

@@ -82,20 +82,19 @@ def _makespan(items: tuple[Item, ...], waits: list[set[int]], seconds: dict[int,
         for j in w:
             after[j].append(i)
     done = [0.0] * len(items)
-    ready: tuple[list, list] = ([], [])  # compute, network: (when, position)
+    queues = (_Queue(), _Queue())  # compute, network
     free = [0.0, 0.0]
 
     def enqueue(i: int) -> None:
         when = max((done[j] for j in waits[i]), default=0.0)
-        heapq.heappush(ready[isinstance(items[i], Collective)], (when, i))
+        queues[isinstance(items[i], Collective)].add(when, i)
 
     for i in range(len(items)):
         if not left[i]:
             enqueue(i)
-    while ready[0] or ready[1]:
-        kind = min((k for k in (0, 1) if ready[k]), key=lambda k: max(free[k], ready[k][0][0]))
-        i = _next(ready[kind], free[kind])
-        start = max(free[kind], max((done[j] for j in waits[i]), default=0.0))
+    while queues[0] or queues[1]:
+        kind = min((k for k in (0, 1) if queues[k]), key=lambda k: queues[k].start(free[k]))
+        start, i = queues[kind].next(free[kind])
         if isinstance(items[i], Region):  # a loop uses both
             start = max(start, free[1])
             free[1] = start + seconds[i]
@@ -107,14 +106,26 @@ def _makespan(items: tuple[Item, ...], waits: list[set[int]], seconds: dict[int,
     return max(done, default=0.0)
 
 
-def _next(queue: list, now: float) -> int:
-    """The earliest item of the program among those that are ready now; else the one that is ready first."""
-    waiting = []
-    while queue and queue[0][0] <= now:
-        waiting.append(heapq.heappop(queue))
-    if not waiting:
-        return heapq.heappop(queue)[1]
-    waiting.sort(key=lambda x: x[1])
-    for entry in waiting[1:]:
-        heapq.heappush(queue, entry)
-    return waiting[0][1]
+class _Queue:
+    """What waits for one resource: items by when they are ready, and those that are, by their place in the program.
+    The times asked for never go back."""
+
+    def __init__(self):
+        self.later: list[tuple[float, int]] = []
+        self.ready: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.later or self.ready)
+
+    def add(self, when: float, i: int) -> None:
+        heapq.heappush(self.later, (when, i))
+
+    def start(self, now: float) -> float:
+        """When the next item can start on a resource that is free at `now`."""
+        return now if self.ready else max(now, self.later[0][0])
+
+    def next(self, now: float) -> tuple[float, int]:
+        """(start, item): the earliest item of the program among those that are ready now; else the first that is."""
+        while self.later and self.later[0][0] <= now:
+            heapq.heappush(self.ready, heapq.heappop(self.later)[1])
+        return (now, heapq.heappop(self.ready)) if self.ready else heapq.heappop(self.later)

@@ -17,7 +17,12 @@ from lensjax.program.trace import Call, abstract, same, unfixed
 
 
 def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises StateError when a buffer was given up by an earlier call."""
+    """Raises StateError when a buffer was given up by an earlier call, or is a shape only."""
+    if shapes := [path for path, x in zip(paths, leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise StateError(
+            f"{shapes[0]} is a ShapeDtypeStruct: there is nothing to compute with",
+            hint="call with arrays; to plan for shapes only: step.plan_for(...)",
+        )
     dead = [path for path, x in zip(paths, leaves) if isinstance(x, jax.Array) and x.is_deleted()]
     if dead:
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
@@ -44,7 +49,9 @@ def check_state(old: Program, call: Call) -> None:
     after = {p: abstract(x) for p, x in zip(call.paths, call.leaves)}
     gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
     if gone or come:
-        lost = f"{gone[0]} is missing" if gone else ""
+        fixed = {p: unfixed(x) for p, x in call.statics}
+        other = f"a {type(fixed[gone[0]]).__name__}, no array" if gone and gone[0] in fixed else "missing"
+        lost = f"{gone[0]} is {other}" if gone else ""
         found = f"{come[0]} is new" if come else ""
         raise StateError(
             f"the arguments changed their structure between calls: {' and '.join(x for x in (lost, found) if x)}"

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from lensjax import _jax
-from lensjax._errors import PlanError
+from lensjax._errors import BatchError, PlanError, TraceError
 from lensjax.execute.captured import Watch
 from lensjax.execute.executable import Executable
 from lensjax.execute.place import device_mesh
@@ -27,7 +27,7 @@ from lensjax.execute.step import Step
 from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.plan import Plan, Rules, Spec
 from lensjax.program.program import Argument, Program, analyze
-from lensjax.program.trace import Call, abstract
+from lensjax.program.trace import Call, abstract, argument_names, flatten_call, unfixed
 from lensjax.search.choose import Candidate, Choice
 
 
@@ -44,10 +44,22 @@ class Companion(Step):
         o = self._options
         state = state_arguments(self._parent.program)
         batch = [a for a in self._parent.program.arguments if a.role == "batch"]
-        program = analyze(
-            self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes,
-            held=lambda call: [i for i in range(len(call.leaves)) if find(call, i, state, batch) is not None],
-        )  # fmt: skip
+        try:
+            program = analyze(
+                self._fn, args, kwargs, batch_argnums=o.batch_argnums, batch_axes=o.batch_axes,
+                held=lambda call: [i for i in range(len(call.leaves)) if find(call, i, state, batch) is not None],
+            )  # fmt: skip
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError, TraceError) as e:
+            names = {*argument_names(self._fn, len(args)), *kwargs}
+            misfit = unlike(flatten_call(self._fn, args, kwargs), names, state, batch)
+            if not misfit or isinstance(e, BatchError):
+                raise  # the function's own error
+            said = e.message if isinstance(e, TraceError) else f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+            name = getattr(self._user, "__name__", "the companion")
+            raise TraceError(
+                f"{name} does not run with these arguments: {said}",
+                hint="; ".join(misfit) + f" (the step {getattr(self._parent._user, '__name__', '')} has them so)",
+            ) from e
         self._watch = Watch(self._user, program.captured)
         return program
 
@@ -106,6 +118,44 @@ def find(call: Call, i: int, state: Sequence[Argument], batch: Sequence[Argument
     rest = lambda shape, axis: tuple(n for d, n in enumerate(shape) if d != axis)
     looks = any(a.dtype == leaf.dtype and rest(a.shape, a.batch_axis) == rest(leaf.shape, a.batch_axis) for a in batch)
     return None if looks or not leaf.shape else same[0]
+
+
+def unlike(call: Call, names: set[str], state: Sequence[Argument], batch: Sequence[Argument]) -> list[str]:
+    """What of a companion's call is unlike what its step takes, a line each: arguments that are no arrays, leaves that
+    the state has under the same argument and this call has not, a batch of another shape or type. `names`: the call's
+    arguments."""
+    out = [f"{path} is a {type(unfixed(x)).__name__}, no array" for path, x in call.statics if _is_whole_argument(path)]
+    paths = dict(zip(call.paths, map(abstract, call.leaves)))
+    fixed = {path for path, _ in call.statics}
+    for a in batch:
+        if a.path.partition("/")[0] in names and a.path not in paths and a.path not in fixed:
+            out.append(f"{a.path} is not there as one array, in the step it is {_say(a)}")
+    ours = {a.path: a for a in state}
+    for path, leaf in paths.items():
+        a = next((b for b in batch if b.path == path), None)
+        if a is not None and leaf.ndim != len(a.shape):
+            out.append(f"{path} is {_say(leaf)}, in the step {_say(a)}")
+        elif a is not None:
+            same = [n == m for d, (n, m) in enumerate(zip(leaf.shape, a.shape)) if d != a.batch_axis]
+            if not all(same) or leaf.dtype != a.dtype:
+                out.append(f"{path} is {_say(leaf)}, in the step {_say(a)}")
+        elif path in ours and (ours[path].shape, ours[path].dtype) != (leaf.shape, leaf.dtype):
+            out.append(f"{path} is {_say(leaf)}, in the step {_say(ours[path])}")
+    shared = {p.partition("/")[0] for p in ours} & {p.partition("/")[0] for p in paths}
+    if missing := [p for p in ours if p.partition("/")[0] in shared and p not in paths]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        out.append(f"{missing[0]}{more} of the step's state {'are' if more else 'is'} not there")
+    if not any(find(call, i, state, batch) is not None for i in range(len(call.leaves))):
+        out.append("no argument is of the step's state")
+    return out
+
+
+def _is_whole_argument(path: str) -> bool:
+    return "/" not in path
+
+
+def _say(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def plan_for_companion(step: Program, plan: Plan, program: Program) -> Plan:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from lensjax import _jax
 from lensjax._errors import CompileError
@@ -143,9 +144,18 @@ class Executable:
             return leaf
         return place(leaf, self.emitted.arguments[i])
 
+    @functools.cached_property
+    def _first_of_state(self) -> int | None:
+        return next((i for i, a in enumerate(self.emitted.program.arguments) if a.result is not None), None)
+
     def _unsafe(self, leaves: list[Any]) -> bool:
         """Whether XLA must not see these arguments: a buffer that stands twice and is given up, or was given up before,
-        ends the process in some releases instead of raising."""
+        ends the process in some releases instead of raising. Nor a state that is made anew and lies nowhere yet: JAX
+        would compile the whole step again for it, where placing it is enough. (Its first leaf tells.)"""
+        if self._first_of_state is not None:
+            first = leaves[self._first_of_state]
+            if not (isinstance(first, jax.Array) and first.committed) and isinstance(first, jax.Array | np.ndarray):
+                return True
         if len(set(map(id, leaves))) < len(leaves) and self.shared(leaves):
             return True
         return self.guarded and any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
@@ -170,10 +180,13 @@ class Executable:
         return leaves
 
     def misplaced(self, leaves: list[Any]) -> bool:
-        """Whether some leaf is an array that lies elsewhere than the executable takes it from."""
+        """Whether some leaf is an array that lies elsewhere than the executable takes it from, or a state's that lies
+        nowhere yet."""
         return any(
-            isinstance(x, jax.Array) and not x.is_deleted() and not x.sharding.is_equivalent_to(s, x.ndim)
-            for x, s in zip(leaves, self.emitted.arguments)
+            not x.is_deleted() and not (x.committed and x.sharding.is_equivalent_to(s, x.ndim))
+            if isinstance(x, jax.Array)
+            else isinstance(x, np.ndarray) and a.result is not None
+            for x, s, a in zip(leaves, self.emitted.arguments, self.emitted.program.arguments)
         )
 
 

@@ -17,6 +17,7 @@ from lensjax.plan.grammar import is_file, read
 from lensjax.plan.pins import normalize
 from lensjax.plan.plan import Plan
 from lensjax.search.compressed import check_compress
+from lensjax.search.secondary import check_secondary
 from lensjax.search.strategies import names, strategy
 from lensjax.topology.cluster import Cluster
 
@@ -28,6 +29,7 @@ def check(options: Any) -> None:
     normalize(options.pins)
     _check_search(options.search, options.budget)
     check_compress(options.compress)
+    check_secondary(options.secondary)
     _check_batch(options.batch_argnums, options.batch_axes)
     if not isinstance(options.donate, bool):
         raise PlanError(f"donate={options.donate!r}; expected True or False")

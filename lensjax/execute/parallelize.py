@@ -22,7 +22,8 @@ def parallelize(
     batch_argnums: Sequence[int] | int | None = None,
     batch_axes: Any = None,
     donate: bool = True,
-    compress: str = "off",
+    compress: str | Mapping[str, str] = "off",
+    secondary: str | None = None,
     search: str | None = None,
     budget: float | None = None,
     cache: str | os.PathLike[str] | None = None,
@@ -43,7 +44,11 @@ def parallelize(
     donate         give up the old state's buffers, as training loops want
     compress       how gradients cross the slowest tier of the batch. "off": in their own precision; a codec's name
                    ("bf16", "int8", "int4", see `lensjax.comm`): as codes, whatever it gains; "auto": as codes where
-                   that is predicted to pay. `explain()` says what was decided and how gradients are rounded
+                   that is predicted to pay. {"*/router/*": "exact", "*": "int8"} decides for single parameters by
+                   their paths, the first match wins. `explain()` says what was decided and how gradients are rounded
+    secondary      how weights that all devices share (fsdp over nodes) cross the slowest tier: None: as the plan says;
+                   a codec's name ("int8", "bf16", "exact"): once a step, by this codec, for a copy inside each node
+                   that forward and backward read. It costs the copy's memory; the optimizer keeps the weights exact
     search         the strategy that looks for plans (`lensjax.search.strategies`); None: "milp", exact in its own model
     budget         seconds that planning may take; None: as long as the strategy needs
     cache          a folder in which plans are kept: the same step on the same cluster is not searched again
@@ -56,7 +61,7 @@ def parallelize(
     """
     options = Options(
         cluster, memory, plan, pins, _tuple(batch_argnums), batch_axes, donate, report, search, budget, cache, judge,
-        compress,
+        compress, secondary,
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Any:

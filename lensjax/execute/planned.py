@@ -81,7 +81,12 @@ class Planned:
         return self._executable().lowered
 
     def _executable(self) -> Executable:
-        return self._run if self._run is not None else self._build(self.program)
+        """The step as it runs; before the first call, as that call will run it: what is compiled here is kept."""
+        if self._run is not None:
+            return self._run
+        if self._ahead is None or self._ahead[0] is not self.program:
+            self._ahead = (self.program, self._build(self.program))
+        return self._ahead[1]
 
     @property
     def abstract_state(self) -> Any:

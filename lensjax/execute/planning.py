@@ -26,6 +26,7 @@ from lensjax.search.choose import Candidate, Choice, choose, tier_names
 from lensjax.search.compressed import compressed
 from lensjax.search.judged import by_judging, judged, priced_by
 from lensjax.search.presets import pinned, preset
+from lensjax.search.secondary import copied
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.judge import judge
 
@@ -46,7 +47,8 @@ class Options:
     budget: float | None = None
     cache: Any = None
     judge: bool = False
-    compress: str = "off"
+    compress: str | Mapping[str, str] = "off"
+    secondary: str | None = None
 
     def __post_init__(self):
         check(self)
@@ -95,6 +97,7 @@ def agreed_plan(program: Program, options: Options, name: str) -> Choice:
             "plan that was given": described(options.plan),
             "pins": options.pins,
             "compress": options.compress,
+            "secondary": options.secondary,
             "size of the batch": program.batch.size,
             "program of the step": program.fingerprint,
         },
@@ -153,6 +156,7 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
 
 def _compressed(choice: Choice, program: Program, cluster: Cluster, options: Options) -> Choice:
     pricer = choice.pricer or Pricer(program, cluster)
+    choice = copied(choice, program, cluster, options.secondary, pricer)
     return compressed(choice, program, cluster, options.compress, pricer, _progress(options.report))
 
 
@@ -179,6 +183,7 @@ def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: S
             names=[given] if given is not None else None,
             progress=_progress(options.report),
         )
+        choice = copied(choice, program, cluster, options.secondary, priced_by(judge_))
         choice = compressed(choice, program, cluster, options.compress, priced_by(judge_), _progress(options.report))
         plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))
         return dataclasses.replace(choice, plan=plan)
@@ -188,7 +193,9 @@ def _compiled_plan(program: Program, cluster: Cluster, options: Options, pins: S
 
 
 def _key(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> str:
-    return key_of(program, cluster, limit, pins, f"{options.search or 'milp'} {options.compress}", __version__)
+    return key_of(
+        program, cluster, limit, pins, f"{options.search or 'milp'} {options.compress} {options.secondary}", __version__
+    )
 
 
 def _replay(program: Program, cluster: Cluster, options: Options, pins: Sequence[Pin], limit: float) -> Choice | None:

@@ -62,6 +62,8 @@ def reshard(state: Any, plan_a: Plan, plan_b: Plan, *, devices: Sequence[Any] | 
     _check_leaves(paths, values)
     old = specs_of(plan_a, paths, [np.shape(x) for x in values])
     new = specs_of(plan_b, paths, [np.shape(x) for x in values])
+    _check_program(plan_a, plan_b, values, new)
+    given = devices
     if devices is None:
         devices = jax.devices() if jax.process_count() > 1 else jax.devices()[: plan_b.mesh.size]
     if not isinstance(devices, Sequence | np.ndarray):
@@ -69,6 +71,12 @@ def reshard(state: Any, plan_a: Plan, plan_b: Plan, *, devices: Sequence[Any] | 
     devices = list(devices)
     if not all(isinstance(d, jax.Device) for d in devices) or len(set(devices)) < len(devices):
         raise PlanError(f"devices={str(devices)[:100]}; expected different devices of jax.devices()")
+    if len(devices) != plan_b.mesh.size:
+        there = f"JAX sees {len(devices)}" if given is None else f"devices= has {len(devices)}"
+        raise PlanError(
+            f"the second plan ({plan_b.name!r}) is for {plan_b.mesh.size} devices {plan_b.mesh.shape}; {there}",
+            hint="as many devices as plan_b's mesh has, in its order; or leave devices= out for JAX's first ones",
+        )
     mesh = device_mesh(plan_b.mesh, devices)
     wanted = [named(mesh, s) for s in new]
     for path, x, spec, sharding in zip(paths, values, old, wanted):
@@ -117,6 +125,20 @@ def _check_leaves(paths: Sequence[str], values: Sequence[Any]) -> None:
             )
         if not is_dynamic(x) or isinstance(x, jax.ShapeDtypeStruct):
             raise StateError(f"{path or 'the state'} is a {type(x).__name__}; expected arrays and numbers")
+
+
+def _check_program(plan_a: Plan, plan_b: Plan, values: Sequence[Any], new: Sequence[Spec]) -> None:
+    """Raises PlanError for a plan that knows no leaf of this state: it would leave all of it whole, in silence."""
+    programs = {plan_a.provenance.program, plan_b.provenance.program}
+    if len(programs) < 2 or "" in programs or not plan_b.leaves or plan_a.leaves.keys() & plan_b.leaves.keys():
+        return
+    if any(len(spec) == np.ndim(x) and any(spec) for spec, x in zip(new, values)) or not any(map(np.ndim, values)):
+        return
+    raise PlanError(
+        f"the second plan ({plan_b.name!r}) was made for another step: it splits {', '.join(list(plan_b.leaves)[:3])}, "
+        "and nothing of this state",
+        hint="plan_b is a plan of a step with this state, as in other_step.plan",
+    )
 
 
 def _check(path: str, x: Any, plan: Plan, spec: Spec, sharding: NamedSharding) -> None:

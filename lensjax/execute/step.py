@@ -55,6 +55,7 @@ class Step(Copied, Planned):
         self._run: Executable | None = None
         self._watch: Watch | None = None
         self._ready: list[Executable] = []
+        self._ahead: tuple[Program, Executable] | None = None  # built before the first call, for this program
         self._program: Program | None = None
         self._choice: Choice | None = None
         self._bound: dict[int, Step] = {}  # by identity: each keeps its instance, which need not be hashable
@@ -124,7 +125,8 @@ class Step(Copied, Planned):
             self._check_state(self._program, call)
         check_alive(call.paths, call.leaves)
         program = self._traced_already(call) or self._analyze(args, kwargs)
-        executable = self._build(program)
+        ahead = self._ahead is not None and self._ahead[0] is program
+        executable = self._executable() if ahead else self._build(program)
         return self._start(executable, args, kwargs)
 
     def _traced_already(self, call: Call) -> Program | None:

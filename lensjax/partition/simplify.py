@@ -3,6 +3,8 @@
 * `all_reduce` whose only use is an `all_slice` over (some of) the same axes becomes `reduce_scatter`, then an
   `all_reduce` of the shard over the axes that are left: XLA's reduce-scatter creator and all-reduce splitter, which
   make the hierarchical reduction of HSDP out of one sharding.
+  A slice of several dimensions stays one, after an `all_reduce` of the whole.
+* An `all_gather` of several dimensions is one of each, the last dimension first.
 * `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)`, and so do their slices: XLA's all-reduce and
   reduce-scatter reassociation.
 * The same collective of the same value happens once, and none happens to a constant: it is made in place.
@@ -50,6 +52,7 @@ class _Simplifier:
         self.slices: dict[int, list[Node]] = {}
         self.dropped: set[int] = set()
         self.splats: set[int] = set()
+        self.scatters: set[int] = set()
 
     def now(self, value: int) -> int:
         while value in self.renamed:
@@ -75,8 +78,25 @@ class _Simplifier:
                     self.renamed.update(zip(node.outputs, seen[key].outputs))
                     continue
                 seen[key] = node
-            nodes.append(_with(node, node.inputs, tuple(self.clean(b, dict(seen)) for b in node.bodies)))
+            node = _with(node, node.inputs, tuple(self.clean(b, dict(seen)) for b in node.bodies))
+            nodes.extend(self.by_dimension(node) if node.name == "all_gather" else (node,))
         return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
+
+    def by_dimension(self, node: Node) -> list[Node]:
+        """The gathers of single dimensions, last first, that XLA makes of one (`PartitionedHlo::ReplicatePartial`)."""
+        before, after = (self.values[v].spec for v in (node.inputs[0], node.outputs[0]))
+        if len(before) != len(after):
+            return [node]
+        each = [self.large(tuple(x for x in a if x not in b)) for a, b in zip(before, after)]
+        each = [axes for axes in reversed(each) if axes]
+        if len(each) < 2 or sorted(x for axes in each for x in axes) != sorted(node.axes):
+            return [node]
+        found, value = [], node.inputs[0]
+        for axes in each[:-1]:
+            whole = self.gathered(value, axes)
+            found.append(dataclasses.replace(node, inputs=(value,), outputs=(whole,), axes=axes))
+            value = whole
+        return [*found, dataclasses.replace(node, inputs=(value,), axes=each[-1])]
 
     def is_nothing(self, node: Node) -> bool:
         if node.name in (*COLLECTIVES, "all_slice"):
@@ -109,6 +129,8 @@ class _Simplifier:
             self.uses.update(node.inputs)
             if node.name == "all_slice":
                 self.slices.setdefault(node.inputs[0], []).append(node)
+            if node.name == "stablehlo.scatter":
+                self.scatters.update(node.outputs)
             for inner in node.bodies:
                 self.count(inner)
 
@@ -177,7 +199,7 @@ class _Simplifier:
         each device scatters into its own columns. With axes left to sum over it gives up, and keeps the all_reduce.
         """
         slice_ = self.only_slice(node)
-        if slice_ is None:
+        if slice_ is None or self.scatters.isdisjoint(node.inputs):
             return None
         made = next((n for n in before if n.outputs == node.inputs), None)
         if made is None or made.name != "stablehlo.scatter" or made.inputs[0] not in self.splats:
@@ -220,10 +242,15 @@ class _Simplifier:
         slices = self.slices.get(node.outputs[0], [])
         return slices[0] if slices and slices[0].outputs[0] not in self.dropped else None
 
+    def dimensions(self, slice_: Node) -> int:
+        """How many dimensions a slice cuts."""
+        before, after = (self.values[v].spec for v in (slice_.inputs[0], slice_.outputs[0]))
+        return sum(a != b for a, b in zip(before, after, strict=True))
+
     def scattered(self, node: Node) -> list[Node] | None:
         """The reduce_scatter (and all_reduce of what is left) that replaces an all_reduce and its slice, if it does."""
         slice_ = self.only_slice(node)
-        if slice_ is None or not set(slice_.axes) <= set(node.axes):
+        if slice_ is None or not set(slice_.axes) <= set(node.axes) or self.dimensions(slice_) > 1:
             return None
         rest = tuple(a for a in node.axes if a not in slice_.axes)
         target = slice_.outputs[0]

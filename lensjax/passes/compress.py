@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from lensjax import comm
 from lensjax._errors import CodecError, PlanError
 from lensjax.passes.reduce import Arrays, Reducer, Specs, exact
 from lensjax.passes.shardings import partition_spec
+from lensjax.passes.share_layout import without
 from lensjax.passes.share_sizes import slow_axes
 from lensjax.plan.plan import Plan, Reduce
 
@@ -23,47 +25,79 @@ from lensjax.plan.plan import Plan, Reduce
 @dataclasses.dataclass(frozen=True)
 class Compressed:
     """A reduction that sends codes over the slow axes. `inner`: the fast axes, innermost first: a gradient that is the
-    same on all their members is cut up between them before, and gathered after, in full precision."""
+    same on all their members is cut up between them before, and gathered after, in full precision. `field`: where the
+    plan says so."""
 
     policy: comm.Policy
     bucket: int
     inner: tuple[str, ...]
+    field: str = "reduce"
+
+    def check(self, paths: Collection[str]) -> None:
+        """Raises PlanError for a pin that matches none of the gradients' paths: a misspelt one would compress what it
+        should protect."""
+        try:
+            self.policy.check(sorted(set(paths)))
+        except CodecError as e:
+            raise PlanError(f"field '{self.field}.pins' of the plan: {e.message}", hint=e.hint) from e
+
+    def codec(self, path: str, leaf: jax.ShapeDtypeStruct) -> comm.Codec:
+        """The codec of a gradient; a tensor that is used in several places may have several ("path#2")."""
+        return self.policy(re.sub(r"#\d+$", "", path), leaf)
 
     def __call__(
         self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
     ) -> tuple[Arrays, Arrays]:
-        tree = collections.OrderedDict(stacked)
-        spec, rows = self._specs(tree, specs), None
-        if state:
-            totals = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in tree.items()}
-            made = self.state(totals, mesh=mesh, specs=specs, axes=axes)
-            rows = tuple({key: state[_name(i, key)] for key in row} for i, row in enumerate(made))
-        total, rows = comm.reduce_stacked(
-            tree, mesh=mesh, spec=spec, axes=axes, codec=self.policy, inner=self.inner, state=rows, bucket=self.bucket
-        )
-        return total, hidden(rows) if rows is not None else state
+        totals = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in stacked.items()}
+        made: dict[str, Any] = {}
+        after = dict(state)
+        for kind, names in _kinds(specs, axes).items():
+            tree = collections.OrderedDict((n, stacked[n]) for n in names)
+            how = self._how(kind, names, mesh=mesh, specs=specs, axes=axes)
+            shapes = _SHAPES[kind](collections.OrderedDict((n, totals[n]) for n in names), **how)
+            held = tuple({key: state[_name(kind, i, key)] for key in row} for i, row in enumerate(shapes))
+            total, rows = _RUN[kind](tree, state=held if any(held) else None, **how)
+            made |= total
+            after |= hidden(kind, rows or ())
+        return made, after
 
     def state(
         self, totals: Mapping[str, jax.ShapeDtypeStruct], *, mesh: Any, specs: Specs, axes: tuple[str, ...]
-    ) -> tuple[Mapping[str, jax.ShapeDtypeStruct], ...]:
-        """What is kept between calls, a mapping for each bucket."""
-        tree = collections.OrderedDict(totals)
-        return comm.state_shapes(
-            tree, mesh=mesh, spec=self._specs(tree, specs), axes=axes, codec=self.policy, inner=self.inner,
-            bucket=self.bucket,
-        )  # fmt: skip
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """What is kept between calls, by the names that it has in `step.extra`."""
+        found = {}
+        for kind, names in _kinds(specs, axes).items():
+            how = self._how(kind, names, mesh=mesh, specs=specs, axes=axes)
+            found |= hidden(kind, _SHAPES[kind](collections.OrderedDict((n, totals[n]) for n in names), **how))
+        return found
 
-    def _specs(self, tree: Mapping[str, Any], specs: Specs) -> Any:
-        return collections.OrderedDict((n, partition_spec(specs[n])) for n in tree)
+    def _how(self, kind: str, names: Collection[str], *, mesh: Any, specs: Specs, axes: tuple[str, ...]) -> Any:
+        how = {"mesh": mesh, "axes": axes, "codec": self.codec, "bucket": self.bucket}
+        if kind == "scatter":
+            return {**how, "spec": collections.OrderedDict((n, partition_spec(specs[n])) for n in names)}
+        spec = collections.OrderedDict((n, partition_spec(without(specs[n], axes))) for n in names)
+        return {**how, "spec": spec, "inner": self.inner}
 
 
-def hidden(rows: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
+# A total that stays split over the slow axes needs the first of the two hops only.
+_RUN = {"reduce": comm.reduce_stacked, "scatter": comm.scatter_stacked}
+_SHAPES = {"reduce": comm.state_shapes, "scatter": comm.scatter_state}
+
+
+def _kinds(specs: Specs, axes: tuple[str, ...]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for n, spec in specs.items():
+        found.setdefault("reduce" if comm.behind(spec, axes) is None else "scatter", []).append(n)
+    return found
+
+
+def hidden(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A reduction's state by the names that it has in `step.extra`."""
-    return {_name(i, key): x for i, row in enumerate(rows) for key, x in row.items()}
+    return {_name(kind, i, key): x for i, row in enumerate(rows) for key, x in row.items()}
 
 
-def _name(bucket: int, key: str) -> str:
-    return f"reduce/{bucket}/{key}"
+def _name(kind: str, bucket: int, key: str) -> str:
+    return f"{kind}/{bucket}/{key}"
 
 
 def reducer(plan: Plan) -> Reducer:
@@ -72,24 +106,26 @@ def reducer(plan: Plan) -> Reducer:
     slow = slow_axes(plan)
     tiers = dict.fromkeys(a.tier for a in plan.mesh.axes if a.name in slow)
     how = {tier: plan.reduce[tier] for tier in tiers}
-    kinds = {(r.codec, r.bucket) for r in how.values()}
+    kinds = {(r.codec, r.bucket, tuple(r.pins.items())) for r in how.values()}
     if len(kinds) > 1:
         codecs = ", ".join(r.codec for r in how.values())
         raise PlanError(
             f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
             f"{', '.join(slow)} are reduced in one exchange",
-            hint="give these tiers the same codec and bucket, or leave the faster one out: it is then exact",
+            hint="give these tiers the same codec, bucket and pins, or leave the faster one out: it is then exact",
         )
     chosen = next(iter(how.values()), Reduce())
     if chosen.codec == "exact":
         return exact
     tier = next(iter(how))
-    try:
-        policy = comm.Policy(chosen.codec)
-    except CodecError as e:
-        raise PlanError(f"field 'reduce.{tier}.codec' of the plan is {chosen.codec!r}: {e.message}", hint=e.hint) from e
+    for field, codec in {"codec": chosen.codec, **{f"pins.{p}": c for p, c in chosen.pins.items()}}.items():
+        try:
+            comm.parse_codec(codec)
+        except CodecError as e:
+            raise PlanError(f"field 'reduce.{tier}.{field}' of the plan is {codec!r}: {e.message}", hint=e.hint) from e
+    policy = comm.Policy(chosen.codec, pins=chosen.pins)
     fast = tuple(a.name for a in reversed(plan.mesh.axes) if a.name not in slow and a.size > 1)
-    return Compressed(policy, chosen.bucket or comm.BUCKET, fast)
+    return Compressed(policy, chosen.bucket or comm.BUCKET, fast, f"reduce.{tier}")
 
 
 def describe(plan: Plan) -> str:
@@ -98,7 +134,8 @@ def describe(plan: Plan) -> str:
     if found is None:
         return ""
     tier, codec = found[0], comm.parse_codec(found[1].codec)
+    own = "".join(f", {pattern} as {name}" for pattern, name in found[1].pins.items())
     return (
-        f"gradients cross {tier!r} as {codec} (small leaves, norms, biases and routers as bf16): rounded twice, each "
-        f"time by {codec.precision}"
+        f"gradients cross {tier!r} as {codec} (small leaves, norms, biases and routers as bf16{own}): rounded twice, "
+        f"each time by {codec.precision}"
     )

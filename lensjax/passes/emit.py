@@ -15,6 +15,8 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
+from lensjax._errors import PlanError
+from lensjax.passes import secondary
 from lensjax.passes.compress import describe, reducer
 from lensjax.passes.pin import pin
 from lensjax.passes.recompute import recompute
@@ -69,11 +71,18 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned, extra = None, {}
+    pinned, extra, copied = None, {}, ""
     reduce = reduce or reducer(plan)
+    if plan.secondary and not splits(plan):
+        tier = next(iter(plan.secondary))
+        raise PlanError(
+            f"field 'secondary.{tier}' of the plan: gradients are not reduced apart over that tier",
+            hint=f"set reduce.{tier} to a codec, or its 'split' to true",
+        )
     if splits(plan) and not note:
         run, extra = shares(program, plan, mesh, shardings, reduce)
         note = describe(plan)
+        copied = secondary.describe(plan)
     else:
         kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
         pinned = pin(kept, plan, mesh, shardings).jaxpr
@@ -81,7 +90,7 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
-    notes = [note] if note else []
+    notes = [n for n in (note, copied) if n]
     lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
     if lines:
         where = ", ".join(line for line in lines if line) or "lines unknown"

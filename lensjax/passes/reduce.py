@@ -3,7 +3,8 @@
     reduce(stacked, *, mesh, specs, axes, state) -> (totals, state)
 
 `stacked` and `specs` are mappings by name (a gradient's is its parameter's path): arrays [groups, ...], split as
-P(axes, *spec); their totals are split as P(*spec). `exact` has no state and leaves the schedule to XLA, which reduces
+P(axes, *(spec without axes)); their totals are split as P(*spec), which may name some of `axes`: every replica then
+keeps its own part. `exact` has no state and leaves the schedule to XLA, which reduces
 hierarchically where `spec` splits the value over the faster axes (reduce-scatter inside, the slow axes on shards only).
 `passes.compress` makes the reductions that send codes.
 """

@@ -22,13 +22,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lensjax import _jax
 from lensjax.passes import reduce as reduction
-from lensjax.passes.compress import Compressed, hidden
+from lensjax.passes.compress import Compressed
 from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
 from lensjax.passes.pin import Share, pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
+from lensjax.passes.secondary import copies
 from lensjax.passes.shardings import Shardings, named, whole
 from lensjax.passes.share_layout import join, spread, stack, take, without
 from lensjax.passes.share_sizes import sizes
@@ -67,8 +68,11 @@ class _Shares:
         self.reduce = reduce
         self.split, self.sizes = program.split, sizes(program, plan)
         self.count = len(program.arguments)
+        self.copies = copies(program, plan, shardings, self.sizes.slow) if plan.mesh.size > 1 else {}
         self.after = update(program)
         self.specs, self.owners = self._total_specs()
+        if isinstance(reduce, Compressed):
+            reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
         self.passes = self._passes()
         self.finish = self._finish()
@@ -113,7 +117,8 @@ class _Shares:
         found = []
         for i, a in enumerate(part.arguments):
             if a.role != "batch" and i < self.count and self.split.inputs[i].kind != "B":
-                found.append(self.shardings.arguments[i])
+                copy = self.copies.get(i)
+                found.append(copy.inside if copy is not None else self.shardings.arguments[i])
             else:
                 found.append(whole(len(a.shape)))
         return found
@@ -159,9 +164,6 @@ class _Shares:
         """Whether this total is a gradient that the plan reduces over its slow axes by itself."""
         return bool(self.sizes.slow) and cut.var in self.owners
 
-    def _slow_spec(self, cut: Cut) -> Spec:
-        return without(self._total_spec(cut), self.sizes.slow)
-
     def _names(self, cuts: Sequence[Cut]) -> dict[str, Cut]:
         """The gradients among the cuts by name, the first layers' first. A tensor that is used in several places may
         have several."""
@@ -179,8 +181,8 @@ class _Shares:
             return {}
         last = self._names(self.passes[-1].wanted)
         totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
-        specs = {n: self._slow_spec(c) for n, c in last.items()}
-        return hidden(self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow))
+        specs = {n: self._total_spec(c) for n, c in last.items()}
+        return self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
 
     def _reduced_type(self, cut: Cut) -> Any:
         return jax.eval_shape(lambda: wide(cut.op, jnp.zeros((), cut.var.aval.dtype))).dtype
@@ -198,9 +200,11 @@ class _Shares:
     def run(self, *values: Any) -> list[Any]:
         leaves, state = values[: self.count], dict(zip(self.extra, values[self.count :], strict=True))
         inputs = []
-        for x, s in zip(leaves, self.split.inputs, strict=True):
+        for i, (x, s) in enumerate(zip(leaves, self.split.inputs, strict=True)):
             if s.kind == "B":
                 x = self.constrain(stack(x, s, self.sizes), s.dim + 1, inner=s.dim + 2)
+            elif i in self.copies:
+                x = self.copies[i](x, self.mesh)
             inputs.append(x)
         totals: dict[Any, Any] = {}
         batch: list[Any] = []
@@ -291,8 +295,9 @@ class _Shares:
         named_cuts = self._names(cuts) if self.plan.mesh.size > 1 else {}
         if named_cuts:
             stacked = {n: totals[c.var] for n, c in named_cuts.items()}
-            specs = {n: self._slow_spec(c) for n, c in named_cuts.items()}
-            made, new = self.reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
+            specs = {n: self._total_spec(c) for n, c in named_cuts.items()}
+            reduce = self.reduce if list(cuts) == list(self.passes[-1].wanted) else exact  # early totals: no memory
+            made, new = reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
             state = dict(new)
             totals |= {c.var: made[n] for n, c in named_cuts.items()}
         return {c.var: self.settled(c, totals[c.var]) for c in cuts}, state

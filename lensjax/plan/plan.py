@@ -6,9 +6,11 @@ object, so that it can be diffed, edited, kept under version control and replaye
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import types
 import typing
@@ -70,11 +72,13 @@ class Micro:
 class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
     compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
-    then reduced at once (a codec implies it); without it the compiler reduces where it likes."""
+    then reduced at once (a codec implies it); without it the compiler reduces where it likes. `pins`: {pattern: codec}
+    for single tensors, by fnmatch on the path of the parameter, first match wins."""
 
     codec: str = "exact"
     bucket: int | None = None
     split: bool = False
+    pins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +129,8 @@ class Plan:
               parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
+    secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
+              own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
     flags     compiler and transport flags
     """
@@ -137,6 +143,7 @@ class Plan:
     layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     micro: Micro = Micro()
     reduce: Mapping[str, Reduce] = dataclasses.field(default_factory=dict)
+    secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None
@@ -155,7 +162,24 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | pathlib.Path) -> None:
-        pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Writes the plan as JSON. A file that is there keeps what it has until the new one is whole. Raises PlanError
+        where it cannot be written."""
+        target = pathlib.Path(path).resolve()
+        if target.is_dir():
+            raise PlanError(f"cannot write the plan to {target}: it is a folder", hint=f"as in {target / 'plan.json'}")
+        whole = target.exists() and not target.is_file()  # a pipe or a terminal takes it as it comes
+        part = target if whole else target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_text(self.to_json() + "\n", encoding="utf-8")
+            if not whole:
+                part.replace(target)
+        except OSError as e:
+            if not whole:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+            raise PlanError(
+                f"cannot write the plan to {target}: {e.strerror or e}", hint="name a folder that is there and yours"
+            ) from e
 
     def export(self, form: str) -> str:
         """The plan for a world without lensjax, as the text of a file: "python" (PartitionSpecs), "flax-rules" or

@@ -76,12 +76,26 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
                 f"field 'reduce.{tier}.bucket' does nothing: an exact reduction is the compiler's own",
                 hint="name a codec in 'reduce.*.codec', or leave it out",
             )
+        if reduce.pins and reduce.codec == "exact":
+            raise PlanError(
+                f"field 'reduce.{tier}.pins' does nothing: an exact reduction has no codec to differ from",
+                hint="name a codec in 'reduce.*.codec', or leave them out",
+            )
         batch = plan.rules.activations.get("batch", ())
         if (reduce.split or reduce.codec != "exact") and not any(
             a.tier == tier and a.name in batch for a in plan.mesh.axes
         ):
             raise PlanError(
                 f"field 'reduce.{tier}' does nothing: no mesh axis of that tier splits the batch",
+                hint="the tier of an axis stands in 'mesh.axes'",
+            )
+    for tier in plan.secondary:
+        if tiers is not None and tier not in tiers:
+            raise PlanError(f"field 'secondary.{tier}' names no tier of the cluster", hint=f"tiers: {', '.join(tiers)}")
+        mine = {a.name for a in plan.mesh.axes if a.tier == tier}
+        if not any(mine & set(entry) for spec in plan.leaves.values() for entry in spec):
+            raise PlanError(
+                f"field 'secondary.{tier}' does nothing: no tensor is split over a mesh axis of that tier",
                 hint="the tier of an axis stands in 'mesh.axes'",
             )
     if plan.pipeline is not None:

@@ -105,7 +105,21 @@ def argument_names(fn: Callable, count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
+def _check_signature(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TraceError, with the function's own signature, for a call that Python would refuse."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        name = getattr(fn, "__name__", "the function")
+        raise TraceError(f"{name}{signature} does not take this call: {e}", hint="call it as it is written") from e
+
+
 def flatten_call(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    _check_signature(fn, args, kwargs)
     names = argument_names(fn, len(args))
     flat, tree = jax.tree_util.tree_flatten_with_path(_with_fixed(fn, args, kwargs, names))
     leaves, paths, statics, dynamic = [], [], [], []

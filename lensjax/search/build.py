@@ -119,8 +119,9 @@ def _leaves(
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
             spec = model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
-        for m in storage[like].params if a.role == "parameter" else storage[like].state:
-            spec = split(a.shape, spec, names[m], sizes, like in stacked)
+        own = storage[like].params if a.role == "parameter" else storage[like].state
+        along = [names[m] for m in storage[like].order]
+        spec = split(a.shape, spec, [names[m] for m in own], sizes, like in stacked, along)
         if any(spec):
             out[a.path] = spec
     return out

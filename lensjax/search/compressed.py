@@ -8,7 +8,7 @@ networks compression rarely pays (Agarwal et al., arXiv:2103.00543), so the burd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lensjax._errors import BatchError, CodecError, PlanError
@@ -26,16 +26,35 @@ AUTO = ("int8", "int4")  # mildest first
 COUNT = 3  # plans that are priced with each codec
 
 
+Compress = str | Mapping[str, str]
+
+
 def check_compress(how: Any) -> None:
     """Raises PlanError for what is no way to compress."""
-    if not isinstance(how, str):
-        raise PlanError(f"compress={how!r}; expected a codec's name, 'auto' or 'off'")
-    if how in ("off", "auto"):
-        return
-    try:
-        parse_codec(how)
-    except CodecError as e:
-        raise PlanError(f"compress={how!r}: {e.message}", hint=f"{e.hint}; or 'auto', or 'off'") from e
+    shown = f"compress={how!r}"
+    if isinstance(how, Mapping):
+        if not all(isinstance(x, str) for pair in how.items() for x in pair) or "*" not in how:
+            raise PlanError(
+                f"{shown}; expected patterns of parameter paths and codecs' names, one of them '*'",
+                hint='as in compress={"*": "int8", "*/router/*": "exact"}; the first that matches wins, "*" comes last',
+            )
+    elif not isinstance(how, str):
+        raise PlanError(f"{shown}; expected a codec's name, 'auto' or 'off', or {{pattern: codec}}")
+    main, pins = parts(how)
+    if main == "off" and pins:
+        raise PlanError(f"{shown}: nothing is compressed, and patterns say how", hint="give '*' a codec, or 'auto'")
+    for codec in (*(() if main in ("off", "auto") else (main,)), *pins.values()):
+        try:
+            parse_codec(codec)
+        except CodecError as e:
+            raise PlanError(f"{shown}: {e.message}", hint=f"{e.hint}; or 'auto', or 'off'") from e
+
+
+def parts(how: Compress) -> tuple[str, dict[str, str]]:
+    """(what all gradients are compressed by, {pattern: codec} for single ones)."""
+    if isinstance(how, str):
+        return how, {}
+    return how["*"], {pattern: codec for pattern, codec in how.items() if pattern != "*"}
 
 
 def slow_tier(plan: Plan, cluster: Cluster) -> str | None:
@@ -51,22 +70,24 @@ def compressed(
     choice: Choice,
     program: Program,
     cluster: Cluster,
-    how: str,
+    how: Compress,
     pricer: Callable[[Plan], Plan],
     progress: Callable[[str], None] | None = None,
 ) -> Choice:
-    """The choice with codes on the slow tier where `how` ("off", "auto", or a codec's name) asks for it and, for
-    "auto", where it pays; the plan's findings say what was decided and why."""
+    """The choice with codes on the slow tier where `how` ("off", "auto", a codec's name, or {pattern: codec} with "*"
+    for the rest) asks for it and, for "auto", where it pays; the plan's findings say what was decided and why."""
+    how, pins = parts(how)
     if how == "off" or any(r.codec != "exact" for r in choice.plan.reduce.values()):
         return choice
     tier = slow_tier(choice.plan, cluster)
     if tier is None:
-        return _noted(choice, f"compress={how!r} changes nothing: no gradient crosses a slow tier under this plan")
+        return noted(choice, f"compress={how!r} changes nothing: no gradient crosses a slow tier under this plan")
     if why := falls_back(program, coded(choice.plan, tier, "bf16")):
-        return _noted(choice, why)
+        return noted(choice, why)
     made: list[tuple[Candidate, Candidate]] = []
     reason = ""
-    for old in [c for c in choice.candidates if c.fits(choice.memory)][:COUNT]:
+    copies = bool(choice.plan.secondary)  # asked for: plans without them do not compete
+    for old in [c for c in choice.candidates if c.fits(choice.memory) and bool(_secondary(c)) == copies][:COUNT]:
         assert old.plan is not None
         where = slow_tier(old.plan, cluster)
         for codec in AUTO if how == "auto" else (how,):
@@ -76,13 +97,13 @@ def compressed(
             if progress is not None:
                 progress(name)
             try:
-                plan = pricer(coded(old.plan, where, codec, name))
+                plan = pricer(coded(old.plan, where, codec, name, pins))
                 made.append((old, Candidate(name, plan)))
             except (PlanError, BatchError) as e:
                 reason = reason or e.message
     able = [(old, new) for old, new in made if new.fits(choice.memory)]
     if not able:
-        return _noted(choice, f"compress={how!r}: " + (reason or "no plan with codes fits the memory"))
+        return noted(choice, f"compress={how!r}: " + (reason or "no plan with codes fits the memory"))
     old, best = min(able, key=lambda pair: pair[1].step_s)
     now = next((c for c in choice.candidates if c.plan == choice.plan), old)
     saved, least = now.step_s - best.step_s, _least(now, old, best, tier, cluster)
@@ -90,15 +111,20 @@ def compressed(
     choice = dataclasses.replace(choice, candidates=candidates)
     told = f"{duration(best.step_s)} a step against {duration(now.step_s)} with {now.name}, exact"
     if how == "auto" and saved < least:
-        return _noted(choice, f"compress='auto': off: the best with codes, {best.name}, is predicted to take {told}")
+        return noted(choice, f"compress='auto': off: the best with codes, {best.name}, is predicted to take {told}")
     assert best.plan is not None
     choice = dataclasses.replace(choice, plan=best.plan)
-    return _noted(choice, f"compress={how!r}: {told}")
+    return noted(choice, f"compress={how!r}: {told}")
 
 
-def coded(plan: Plan, tier: str, codec: str, name: str | None = None) -> Plan:
+def _secondary(candidate: Candidate) -> Mapping[str, str]:
+    return candidate.plan.secondary if candidate.plan is not None else {}
+
+
+def coded(plan: Plan, tier: str, codec: str, name: str | None = None, pins: Mapping[str, str] = {}) -> Plan:
     bucket = plan.reduce[tier].bucket if tier in plan.reduce else None
-    return plan.replace(reduce={**plan.reduce, tier: Reduce(codec, bucket)}, name=plan.name if name is None else name)
+    reduce = {**plan.reduce, tier: Reduce(codec, bucket, pins=pins)}
+    return plan.replace(reduce=reduce, name=plan.name if name is None else name)
 
 
 def _least(now: Candidate, old: Candidate, best: Candidate, tier: str, cluster: Cluster) -> float:
@@ -108,7 +134,7 @@ def _least(now: Candidate, old: Candidate, best: Candidate, tier: str, cluster: 
     return LEAST_GAIN * now.step_s + 2 * CODING_BYTES * values / cluster.device.memory_bandwidth
 
 
-def _noted(choice: Choice, note: str) -> Choice:
+def noted(choice: Choice, note: str) -> Choice:
     predicted = choice.plan.predicted
     if predicted is None:
         return choice

@@ -14,6 +14,7 @@ Products nest: in `dp=2,fsdp=4` each of two groups splits the state four ways. T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from lensjax import _jax
@@ -66,6 +67,7 @@ def build(
     logical = program.logical if model else None
     invars = _jax.open_jaxpr(program.jaxpr).invars
     leaves = {}
+    stored = [n for n in ("fsdp", "zero1") if n in sizes]
     for i, a in enumerate(program.arguments):
         if a.role not in ("parameter", "optimizer", "constant"):
             continue
@@ -74,10 +76,8 @@ def build(
         spec: Spec = ((),) * len(a.shape)
         if logical is not None:
             spec = model_spec(model, [logical.major(invars[like], d) for d in range(len(a.shape))], a.shape, sizes)
-        if "fsdp" in sizes:
-            spec = split(a.shape, spec, "fsdp", sizes, stacked)
-        if "zero1" in sizes and a.role == "optimizer":
-            spec = split(a.shape, spec, "zero1", sizes, stacked)
+        own = ("fsdp", "zero1") if a.role == "optimizer" else ("fsdp",)
+        spec = split(a.shape, spec, [n for n in own if n in sizes], sizes, stacked, stored)
         if any(spec):
             leaves[a.path] = spec
     leaves = pinned(program, pins, leaves, sizes)
@@ -146,24 +146,46 @@ def _rules(program: Program, terms: Sequence[Term], names: Sequence[str], model:
     return Rules(params=named, optimizer=named, grads=named, activations=activations)
 
 
-def split(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int], stacked: bool) -> Spec:
-    """`spec` with one more dimension divided over `axis`: the largest that divides, not the layer index of a stack;
-    a dimension that is already split may be split further. Unchanged where none divides or the leaf is small."""
-    elements = 1
-    for s in shape:
-        elements *= s
-    if elements < MIN_ELEMENTS or sizes[axis] == 1:
+def split(
+    shape: Sequence[int],
+    spec: Spec,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    stacked: bool,
+    along: Sequence[str] | None = None,
+) -> Spec:
+    """`spec` with one more dimension divided over `axes`, in this order: the dimension that divides over the most of
+    `along` (`axes` where not given: all that is stored of the leaf, so that its state lies on its parameters'
+    dimension), of these the largest; not the layer index of a stack. Axes over which it does not divide are left out;
+    a dimension that is already split may be split further. Unchanged where none divides or the leaf is small.
+
+    One dimension for all of them, since XLA sums into one split dimension with a reduce-scatter, but into two with an
+    all-reduce of the whole (xla/service/reduce_scatter_utils.cc), and gathers two one after the other.
+    """
+    if math.prod(shape) < MIN_ELEMENTS:
         return spec
-    best, size = None, 0
+    along = [a for a in (axes if along is None else along) if sizes[a] > 1]
+    best, most = None, (1, 0)
     for d in range(1 if stacked else 0, len(shape)):
-        ways = 1
-        for a in spec[d]:
-            ways *= sizes[a]
-        if shape[d] % (ways * sizes[axis]) == 0 and shape[d] // ways > size:
-            best, size = d, shape[d] // ways
+        before = math.prod(sizes[a] for a in spec[d])
+        ways = math.prod(sizes[a] for a in _dividing(shape[d], before, along, sizes))
+        if ways > 1 and (ways, shape[d] // before) > most:
+            best, most = d, (ways, shape[d] // before)
     if best is None:
         return spec
-    return tuple((*axes, axis) if d == best else axes for d, axes in enumerate(spec))
+    before = math.prod(sizes[a] for a in spec[best])
+    added = tuple(a for a in _dividing(shape[best], before, along, sizes) if a in axes)
+    return tuple((*own, *added) if d == best else own for d, own in enumerate(spec))
+
+
+def _dividing(n: int, ways: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """Those of `axes`, in order, over which a dimension that is split `ways` times divides further."""
+    found = []
+    for axis in axes:
+        if n % (ways * sizes[axis]) == 0:
+            found.append(axis)
+            ways *= sizes[axis]
+    return found
 
 
 def _is_stacked(program: Program, i: int) -> bool:

@@ -35,6 +35,12 @@ class Storage:
     params: tuple[int, ...]
     state: tuple[int, ...]
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The mesh axes in the order in which they divide a dimension: a part of the state is a part of the part of
+        the parameters that the same device holds."""
+        return (*self.params, *(m for m in self.state if m not in self.params))
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -100,14 +106,14 @@ def parts(
     stacked: bool,
     spec: Axes,
     axes: tuple[int, ...],
+    along: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> int:
-    """In how many parts a leaf is stored when `axes` may split it further: presets' rule, leaves that do not divide or
-    are small stay whole."""
+    """In how many parts a leaf is stored when `axes` may split it further, of those of `along`: presets' rule, leaves
+    that do not divide or are small stay whole."""
     names = {str(i): n for i, n in enumerate(sizes)}
     entries = tuple(tuple(str(m) for m in dim if shape[d] % sizes[m] == 0) for d, dim in enumerate(spec))
-    for axis in axes:
-        entries = split(shape, entries, str(axis), names, stacked)
+    entries = split(shape, entries, [str(m) for m in axes], names, stacked, [str(m) for m in along])
     return math.prod(names[a] for dim in entries for a in dim)
 
 
@@ -141,9 +147,9 @@ class Storing:
             travel = np.zeros(3)  # bytes that are gathered, reduced with a scatter, reduced whole
             updated = 0.0
             for leaf in self.leaves[g]:
-                base = parts(leaf.shape, leaf.stacked, leaf.spec, (), sizes)
-                p = parts(leaf.shape, leaf.stacked, leaf.spec, storage.params, sizes)
-                s = parts(leaf.shape, leaf.stacked, leaf.spec, storage.state, sizes)
+                base = parts(leaf.shape, leaf.stacked, leaf.spec, (), (), sizes)
+                p = parts(leaf.shape, leaf.stacked, leaf.spec, storage.params, storage.order, sizes)
+                s = parts(leaf.shape, leaf.stacked, leaf.spec, storage.state, storage.order, sizes)
                 n = leaf.nbytes * leaf.count
                 held += n / p + leaf.state * leaf.count / s
                 stored, whole = stored + n / s, whole + n

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,3 +145,31 @@ def test_json_after_the_script_is_the_scripts(tmp_path):
 def test_a_port_that_cannot_be(capsys, port):
     assert cli.main(["launch", "--processes", "1", "--port", port, __file__]) == 2
     assert f"--port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "::1"])
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path, capsys, host):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('started')")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        try:
+            s.bind((host, 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        s.listen()
+        port = s.getsockname()[1]
+        assert cli.main(["launch", "--processes", "2", "--port", str(port), str(script)]) == 2
+    said = capsys.readouterr().err
+    assert f"--port {port}: it is in use on this machine" in said and "leave --port out" in said
+    assert "started" not in said and "Traceback" not in said
+
+
+def test_a_port_that_was_just_left_is_free():
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as JAX's coordinator does
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), server.accept()[0] as end:
+            end.close()  # this side closes first, and waits for stragglers
+    launch._check_port(port)

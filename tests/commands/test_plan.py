@@ -166,3 +166,18 @@ def test_a_memory_that_is_no_number_of_bytes(capsys, memory):
 def test_a_cluster_of_too_many_factors_is_a_sentence(capsys):
     status, io = run(capsys, "topo", "cpu:2x4x2", "--json")
     assert status == 2 and "'cpu:2x4x2' has 3 factors" in json.loads(io.out)["error"]["message"]
+
+
+def test_what_native_code_prints_is_not_in_the_json(capfd, tmp_path):
+    """Solvers and compilers write to the file descriptor, not to `sys.stdout`."""
+    (tmp_path / "loud.py").write_text(
+        "import os, jax\n"
+        "def target():\n"
+        "    os.write(1, b'presolve: debug\\n'); print('hello')\n"
+        "    shape = lambda *n: jax.ShapeDtypeStruct(n, 'float32')\n"
+        "    return (lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)), (shape(4, 4), shape(8, 4))\n"
+    )
+    status = main(["plan", f"{tmp_path}/loud.py:target", "--cluster", "cpu:1", "--json"])
+    io = capfd.readouterr()
+    assert status == 0 and json.loads(io.out)["plan"]
+    assert "presolve: debug" in io.err and "hello" in io.err

@@ -1,5 +1,7 @@
 """Other functions of the step's state: same numbers, the state left where it lies, batches of any size."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from flax import nnx
 
 import lensjax
-from lensjax import BatchError, PlanError, StateError
+from lensjax import BatchError, PlanError, StateError, TraceError
 from tests.execute.edges import close, data
 from tests.zoo import FAMILIES
 
@@ -169,6 +171,62 @@ def test_what_cannot_be_meant():
     step(state, data())
     with pytest.raises(StateError, match="donated to an earlier call"):
         step.companion(evaluate)(state, data())
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda f, s, x: f(), "evaluate.* does not take this call: missing a required argument: 'state'"),
+        (lambda f, s, x: f(s), "missing a required argument: 'x'"),
+        (lambda f, s, x: f(s, x, scale=2.0), "unexpected keyword argument 'scale'"),
+        (lambda f, s, x: f(x, s), r"x is not there as one array, in the step it is float32\[16, 16\]"),
+        (lambda f, s, x: f(s, None), "x is not there as one array"),
+        (lambda f, s, x: f(s, x.tolist()), "x is not there as one array"),
+        (lambda f, s, x: f(s, "hello"), "x is a str, no array"),
+        (lambda f, s, x: f(s, x[:, :3]), r"x is float32\[16, 3\], in the step float32\[16, 16\]"),
+        (lambda f, s, x: f({"params": {"in": s["params"]["in"]}}, x), "state/ema/in and 7 more of the step's state"),
+        (lambda f, s, x: f({"other": jnp.ones(5)}, x), "no argument is of the step's state"),
+        (lambda f, s, x: f(s, jax.ShapeDtypeStruct(x.shape, x.dtype)), "x is a ShapeDtypeStruct: there is nothing"),
+    ],
+)
+def test_a_call_that_does_not_fit_says_in_what_it_differs_from_the_steps(companion, call, words):
+    judge, state = companion
+    with pytest.raises((TraceError, StateError)) as e:
+        call(judge, state, data())
+    assert re.search(words, str(e.value)), str(e.value)
+
+
+@pytest.fixture(scope="module", params=["first", "later"])
+def companion(request):
+    step, state = trained("fsdp")
+    judge = step.companion(evaluate)
+    if request.param == "later":
+        judge(state, data())
+    return judge, state
+
+
+def test_the_functions_own_errors_are_its_own():
+    step, state = trained("fsdp")
+
+    def broken(state, x):
+        return {}["loss"]
+
+    with pytest.raises(KeyError, match="loss"):
+        step.companion(broken)(state, data())
+
+
+def test_batches_of_other_types_and_by_keyword():
+    step, state = trained("fsdp")
+
+    def named(state, *, x):
+        return evaluate(state, x)
+
+    judge = step.companion(named)
+    whole = jax.device_get(state)
+    for x in (data(), np.ones((16, 16), np.int32), data()[0]):
+        close(judge(state, x=x), evaluate(whole, x))
+    with pytest.raises(TraceError, match=r"named\(state, \*, x\) does not take this call: missing .*'x'"):
+        judge(state)
 
 
 def test_off():

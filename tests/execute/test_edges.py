@@ -342,6 +342,44 @@ def test_a_step_is_compiled_once(caplog, made):
     assert sum("Finished XLA compilation of jit(step)" in r.getMessage() for r in caplog.records) == 1
 
 
+@pytest.mark.parametrize("again", ["numpy", "on one device", "uncommitted"])
+def test_a_state_that_is_made_anew_is_placed_and_nothing_is_compiled_again(caplog, again):
+    """As in a sweep: the decorated step starts over from what the undecorated script makes."""
+
+    def step(state, x):
+        return {"w": state["w"] - jax.grad(squared)(state["w"], x)}
+
+    create = {
+        "numpy": lambda: {"w": np.asarray(weight())},
+        "uncommitted": lambda: {"w": weight()},
+        "on one device": lambda: {"w": jax.device_put(weight(), jax.devices()[1])},
+    }[again]
+    train = lensjax.parallelize(step, plan="fsdp")
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        for _ in range(3):
+            state = create()
+            for _ in range(2):
+                state = train(state, data())
+    close(state, step(step({"w": weight()}, data()), data()))
+    assert sum("Finished XLA compilation of jit(step)" in r.getMessage() for r in caplog.records) == 1
+    assert len(train._ready) == 1
+
+
+def test_what_is_compiled_ahead_is_what_runs(caplog):
+    def step(state, x):
+        return {"w": state["w"] - jax.grad(squared)(state["w"], x)}
+
+    train = lensjax.parallelize(step, plan="fsdp")
+    train.plan_for({"w": weight()}, data())
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        train.lower()
+        shardings = train.compiled.input_shardings[0]
+        state, x = jax.tree.map(jax.device_put, ({"w": weight()}, data()), shardings)
+        for _ in range(2):
+            state = train(state, x)
+    assert sum("Finished XLA compilation of jit(step)" in r.getMessage() for r in caplog.records) == 1
+
+
 def test_disable_jit_runs_the_users_function_as_it_was_written():
     seen = []
 

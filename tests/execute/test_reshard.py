@@ -15,7 +15,7 @@ from lensjax import PlanError, StateError
 from lensjax.execute import reshard as module
 from lensjax.execute.place import device_mesh
 from lensjax.passes.shardings import named
-from lensjax.plan.plan import Axis, MeshPlan, Plan
+from lensjax.plan.plan import Axis, MeshPlan, Plan, Provenance
 
 SHAPES = {"a": (24, 8), "b": (8, 4, 2), "c": (5, 3), "d": ()}
 TYPES = {"a": "float32", "b": "bfloat16", "c": "uint8", "d": "int32"}
@@ -182,7 +182,7 @@ def test_a_state_that_lies_otherwise_is_refused_before_anything_is_given_up():
 
 
 def test_what_cannot_be_resharded_is_refused_by_name():
-    a = Plan(MeshPlan((Axis("x", 8),)), name="a")
+    a, big = (Plan(MeshPlan((Axis("x", n),)), name="a") for n in (8, 16))
     for state, plans, kw, error, words in (
         ({"w": jnp.ones(8)}, ("fsdp", a), {}, PlanError, "plan_a is a str; expected a Plan"),
         (a, (jnp.ones(8), a), {}, PlanError, "plan_a is a "),
@@ -191,12 +191,31 @@ def test_what_cannot_be_resharded_is_refused_by_name():
         ({"w": jax.ShapeDtypeStruct((8,), "float32")}, (a, a), {}, StateError, "w is a ShapeDtypeStruct"),
         ({"w": jnp.ones(8)}, (a, a), {"devices": 8 * jax.devices()[:1]}, PlanError, "expected different devices"),
         ({"w": jnp.ones(8)}, (a, a), {"devices": "cpu"}, PlanError, "expected different devices"),
-        ({"w": jnp.ones(8)}, (a, a), {"devices": jax.devices()[:2]}, PlanError, "is for 8 devices"),
+        ({"w": jnp.ones(8)}, (a, a), {"devices": jax.devices()[:2]}, PlanError, "is for 8 devices .*devices= has 2"),
+        ({"w": jnp.ones(8)}, (a, a), {"devices": []}, PlanError, "is for 8 devices .*devices= has 0"),
+        ({"w": jnp.ones(8)}, (a, big), {}, PlanError, "is for 16 devices .*JAX sees 8"),
     ):
         with pytest.raises(error, match=words):
             lensjax.reshard(state, *plans, **kw)
     with pytest.raises(StateError, match="w is traced"):
         jax.jit(lambda s: lensjax.reshard(s, a, a))({"w": jnp.ones(8)})
+
+
+def test_a_plan_of_another_step_is_refused_and_parts_of_a_state_are_not():
+    mesh, split = MeshPlan((Axis("x", 8),)), (("x",), ())
+    a = Plan(mesh, leaves={"state/a": split}, provenance=Provenance(program="1"))
+    b = Plan(mesh, leaves={"s/weights": split}, name="b", provenance=Provenance(program="2"))
+    _, state = place(a)
+    with pytest.raises(PlanError, match="'b'\\) was made for another step: it splits s/weights, and nothing"):
+        lensjax.reshard(state, a, b)
+    assert not any(x.is_deleted() for x in state.values())
+    # The same step at another batch size is another program, and a part of the state may have nothing to split.
+    c = Plan(mesh, leaves={"state/a": ((), ("x",))}, provenance=Provenance(program="3"))
+    part = {k: v for k, v in state.items() if k != "a"}
+    assert lensjax.reshard(part, a, c).keys() == part.keys()
+    assert lensjax.reshard({"a": state["a"]}, a, c)["a"].sharding.spec == jax.sharding.PartitionSpec(None, "x")
+    numpy = lensjax.reshard({"a": np.ones((24, 8), np.float32)}, a, c)
+    assert numpy["a"].sharding.spec == jax.sharding.PartitionSpec(None, "x")
 
 
 def test_nothing_and_types_of_all_sizes_come_through():

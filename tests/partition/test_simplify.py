@@ -40,3 +40,28 @@ def test_a_sum_of_totals_is_one_total(terms, spec, op):
 @pytest.mark.parametrize(("spec", "op"), [(P("t", None), "reduce_scatter"), (P(), "all_reduce")])
 def test_a_total_that_somebody_else_reads_stays(spec, op):
     assert sums(2, spec, extra=1) == [(op, ROWS * WIDTH * 4)] * 2
+
+
+SQUARE = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def moved(fn, spec_in, spec_out):
+    """Collectives of a function of one 64 x 32 matrix."""
+    put = lambda s: NamedSharding(SQUARE, s)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    traced = jax.jit(fn, in_shardings=put(spec_in), out_shardings=put(spec_out)).trace(x)
+    return [(c.op, c.axes, c.bytes) for c in partition(traced.lower(lowering_platforms=("cpu",))).collectives]
+
+
+def test_a_gather_of_two_dimensions_is_two_the_last_first():
+    whole = 64 * 32 * 4
+    assert moved(lambda x: x * 2, P("a", "b"), P()) == [
+        ("all_gather", ("b",), whole / 4),
+        ("all_gather", ("a",), whole),
+    ]
+
+
+@pytest.mark.parametrize(("spec", "op"), [(P("a", "b"), "all_reduce"), (P(("a", "b"), None), "reduce_scatter")])
+def test_a_sum_split_along_two_dimensions_is_an_all_reduce_of_the_whole(spec, op):
+    found = moved(lambda x: x.T @ x, P(("a", "b"), None), spec)
+    assert found == [(op, ("a", "b"), 32 * 32 * 4)]

@@ -1,6 +1,7 @@
 """Plans are data: they round-trip, and a file that is not one says which field is wrong."""
 
 import json
+import pathlib
 
 import pytest
 from hypothesis import given
@@ -130,3 +131,28 @@ def test_a_plan_file_that_is_no_text(tmp_path):
     with pytest.raises(PlanError, match="is not text in UTF-8") as e:
         Plan.load(path)
     assert "plan.save" in e.value.hint
+
+
+def test_a_plan_that_cannot_be_written_says_where_and_loses_nothing(tmp_path, monkeypatch):
+    plan = Plan(MeshPlan((Axis("dp", 8),)))
+    with pytest.raises(PlanError, match=r"cannot write the plan to .*nowhere"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(PlanError, match="it is a folder"):
+        plan.save(tmp_path)
+    target = tmp_path / "plan.json"
+    plan.save(target)
+    before = target.read_text()
+
+    def full(self, *_, **__):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(pathlib.Path, "write_text", full)
+        with pytest.raises(PlanError, match="No space left on device"):
+            plan.save(target)
+    assert target.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    plan.save(link)
+    assert link.is_symlink() and Plan.load(link) == plan

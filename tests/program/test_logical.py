@@ -8,6 +8,7 @@ import pytest
 
 import lensjax
 from lensjax.program import logical
+from lensjax.program.edit import all_equations
 from lensjax.program.inline import inline
 from lensjax.program.logical import logical_axes
 from lensjax.program.program import analyze
@@ -15,11 +16,14 @@ from tests.program.whole_marks import whole_program_axes
 from tests.zoo import FAMILIES
 
 
-def same_classes(left, right):
-    """Whether two {variable: dimensions} differ in the numbers of their axes only."""
+def same_classes(left, right, strided):
+    """Whether two {variable: dimensions} differ in the numbers of their axes only. Into which parts strided windows cut
+    a dimension, behind its first axis, depends on the order in which they are read: not compared in such programs."""
     there, back = {}, {}
     for v, dims in left.items():
         other = right[v]
+        if strided:
+            dims, other = [d[:1] for d in dims], [d[:1] for d in other]
         if [len(d) for d in dims] != [len(d) for d in other]:
             return f"{v}: {dims} and {other}"
         for a, b in zip((x for d in dims for x in d), (x for d in other for x in d)):
@@ -31,9 +35,14 @@ def same_classes(left, right):
 def compare(jaxpr):
     expected, dims = whole_program_axes(jaxpr)
     found = logical_axes(jaxpr, [str(i) for i in range(len(expected.arguments))], {})
-    assert not same_classes(dims, found.dims)
+    windows = {e.params.get("window_strides", ()) for e in all_equations(jaxpr)}
+    strided = any(stride > 1 for strides in windows for stride in strides)
+    assert not same_classes(dims, found.dims, strided)
     number = {a: b for v, d in dims.items() for x, y in zip(d, found.dims[v]) for a, b in zip(x, y)}
+    moved = {a for v, d in dims.items() for x, y in zip(d, found.dims[v]) if len(x) != len(y) for a in x}
     for a, b in number.items():
+        if a in moved:
+            continue
         one, other = expected.axes[a], found.axes[b]
         assert one.sizes == other.sizes
         assert set(one.reductions) == set(other.reductions), (a, one, other)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lensjax import Cluster
 from lensjax.cost.communication import Prices, groups
 from lensjax.search.links import Links, lie_of, members
+from lensjax.search.presets import split
 from lensjax.search.problem import Problem
 from lensjax.search.space import factorings
 from lensjax.search.storage import parts, storages
@@ -55,10 +56,21 @@ def test_storage_choices_hold_zero_fsdp_and_hsdp():
 
 
 def test_parts_follow_the_presets_rule():
-    assert parts((64, 64), False, ((), ()), (0, 1), (2, 4)) == 8
-    assert parts((64, 64), False, ((), (0,)), (1,), (2, 4)) == 8
-    assert parts((8,), False, ((),), (0,), (2,)) == 1, "a small leaf stays whole"
-    assert parts((3, 64, 63), True, ((), (), ()), (0,), (4,)) == 4, "never along the stack"
+    assert parts((64, 64), False, ((), ()), (0, 1), (0, 1), (2, 4)) == 8
+    assert parts((64, 64), False, ((), (0,)), (1,), (1,), (2, 4)) == 8
+    assert parts((8,), False, ((),), (0,), (0,), (2,)) == 1, "a small leaf stays whole"
+    assert parts((3, 64, 63), True, ((), (), ()), (0,), (0,), (4,)) == 4, "never along the stack"
+    assert parts((24, 128), False, ((), ()), (0,), (0, 1), (3, 16)) == 1, "lies where most can: 128 has no third"
+
+
+def test_all_that_is_stored_of_a_leaf_lies_on_one_dimension():
+    """Two would cost an all-reduce of the whole gradient, and the state would not be a part of its parameters' part."""
+    sizes = {"dp": 4, "fsdp": 8}
+    both = split((64, 56), ((), ()), ["fsdp", "dp"], sizes, False)
+    assert both == (("fsdp", "dp"), ())
+    assert split((64, 56), ((), ()), ["fsdp"], sizes, False, ["fsdp", "dp"]) == (("fsdp",), ())
+    assert split((24, 56), ((), ()), ["fsdp", "dp"], sizes, False) == ((), ("fsdp",)), "none divides by 32"
+    assert split((64, 64), ((), ("tp",)), ["fsdp", "dp"], {**sizes, "tp": 2}, False) == (("fsdp", "dp"), ("tp",))
 
 
 def test_every_shape_uses_every_device_and_divides_the_batch():

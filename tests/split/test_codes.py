@@ -94,6 +94,17 @@ def test_gradients_are_those_of_one_device_within_the_codec_s_error(codec, prese
     assert worst["['norm']"] <= 0.004 and worst["['router']['kernel']"] <= 0.004, "small leaves go as bf16"
 
 
+def test_single_parameters_have_codecs_of_their_own():
+    state = init(jax.random.key(0))
+    compress = {"*/up": "exact", "*": "int4", "*/norm": "exact"}
+    made = lensjax.parallelize(step, cluster=MACHINE, plan="dp=2,zero1=4", compress=compress, donate=False)
+    (_, mine), (_, expected) = made(state, batch()), jax.jit(step)(state, batch())
+    apart = {name: spread(mine["grads"][name], expected["grads"][name]) for name in ("up", "norm", "down")}
+    assert apart["up"] < 1e-6 and apart["norm"] < 1e-6 and 0.01 < apart["down"] < 0.175, apart
+    assert "*/up as exact" in made.explain()
+    assert lensjax.Plan.from_json(made.plan.to_json()) == made.plan
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec, wide", [("int8", "u8"), ("int4", "u8")])
 @pytest.mark.parametrize("preset", ["dp=2,fsdp=4", "dp=2,tp=4"])
@@ -132,6 +143,29 @@ def test_the_memory_of_a_codec_lives_in_extra_and_replicas_stay_equal():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "powersgd:4"])
+def test_two_hundred_steps_leave_all_replicas_the_same_bits(codec, tmp_path):
+    """And a run that is taken up again in the middle ends with the same bits as one that was not."""
+    made, state = under(codec), init(jax.random.key(0))
+    for n in range(200):
+        state, metrics = made(state, batch(n % 7))
+        if n == 99:
+            made.save(tmp_path, state, n)
+    assert np.isfinite(metrics["loss"])
+    for leaf in jax.tree.leaves(state.params):
+        copies = [np.asarray(s.data).view(np.uint32) for s in leaf.addressable_shards]
+        assert all((copies[0] == c).all() for c in copies)
+    again = under(codec)
+    again.plan_for(init(jax.random.key(0)), batch())
+    made.wait()
+    resumed = again.restore(tmp_path)
+    for n in range(100, 200):
+        resumed, _ = again(resumed, batch(n % 7))
+    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+
+
+@pytest.mark.slow
 def test_saved_and_restored_it_continues_bit_for_bit(tmp_path):
     made, state = under("int4"), init(jax.random.key(0))
     for n in range(3):
@@ -166,6 +200,9 @@ def test_what_cannot_be_meant_is_refused_by_its_field():
         ({SLOW: Reduce("int3")}, ["reduce.host.codec", "int3", "codecs:"]),
         ({SLOW: Reduce("int8", bucket=0)}, ["reduce.host.bucket"]),
         ({SLOW: Reduce(bucket=1024)}, ["reduce.host.bucket", "exact"]),
+        ({SLOW: Reduce(pins={"*/up": "exact"})}, ["reduce.host.pins", "exact"]),
+        ({SLOW: Reduce("int8", pins={"*/up": "int3"})}, ["reduce.host.pins.*/up", "int3"]),
+        ({SLOW: Reduce("int8", pins={"*/upp": "exact"})}, ["reduce.host.pins", "*/upp", "params/up"]),
         ({"process": Reduce("int8"), SLOW: Reduce("int4")}, ["reduce.host", "reduce.process", "one exchange"]),
     ]:
         made = lensjax.parallelize(step, cluster=MACHINE, plan=base("dp=2,zero1=4").replace(reduce=reduce))
@@ -185,6 +222,9 @@ def test_compress_says_what_it_decided():
     assert plan.reduce[SLOW].codec == "int8"
     assert "int8" in made.explain() and "1/252" in made.explain()
     assert not lensjax.parallelize(step, cluster=MACHINE, plan="dp=2,zero1=4").plan_for(state, batch()).reduce
+    for wrong in ({"*/up": "int8"}, {"*": "off", "*/up": "int8"}, {"*": "int8", "*/up": "int3"}, {"*": 8}):
+        with pytest.raises(PlanError, match="compress="):
+            lensjax.parallelize(step, compress=wrong)
     inside = lensjax.parallelize(step, cluster="cpu:8", plan="dp", compress="int8").plan_for(state, batch())
     assert not inside.reduce and any("slow tier" in f for f in inside.predicted.findings)
 
