@@ -114,8 +114,7 @@ def scatter(
             )
         local = []
         for n, entry in zip(v.shape, (*s, *[None] * v.ndim)):
-            inside = [a for a in (_names(entry) if entry is not None else ()) if a not in names]
-            local.append(n // math.prod(sizes[a] for a in inside))
+            local.append(n // math.prod(sizes[a] for a in _without(entry, names) or ()))
         found.append((i, d, tuple(local), codec_of(path, v, codec)))
     keys = [(c, _wide(v.dtype)) for (_, _, _, c), (_, v) in zip(found, _paths(x))]
     limits = [math.prod(shape) * 4 for _, _, shape, _ in found]

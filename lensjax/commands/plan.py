@@ -7,7 +7,6 @@ import dataclasses
 import time
 from typing import Any
 
-from lensjax._errors import UsageError
 from lensjax.commands import Result
 from lensjax.commands.target import add_target, check_writable, load_target, user_code
 
@@ -71,10 +70,7 @@ def run(args: argparse.Namespace) -> Result:
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
     if args.out:
-        try:
-            choice.plan.save(args.out)
-        except OSError as e:
-            raise UsageError(f"{args.out} cannot be written: {e.strerror}") from e
+        choice.plan.save(args.out)
     data = _data(choice, seconds)
     shown: tuple[Any, ...] = explanation(program, choice)
     if args.explain:

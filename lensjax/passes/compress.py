@@ -119,13 +119,18 @@ def reducer(plan: Plan) -> Reducer:
         return exact
     tier = next(iter(how))
     for field, codec in {"codec": chosen.codec, **{f"pins.{p}": c for p, c in chosen.pins.items()}}.items():
-        try:
-            comm.parse_codec(codec)
-        except CodecError as e:
-            raise PlanError(f"field 'reduce.{tier}.{field}' of the plan is {codec!r}: {e.message}", hint=e.hint) from e
+        codec_in(f"reduce.{tier}.{field}", codec)
     policy = comm.Policy(chosen.codec, pins=chosen.pins)
     fast = tuple(a.name for a in reversed(plan.mesh.axes) if a.name not in slow and a.size > 1)
     return Compressed(policy, chosen.bucket or comm.BUCKET, fast, f"reduce.{tier}")
+
+
+def codec_in(field: str, name: str) -> comm.Codec:
+    """The codec that a field of a plan names. Raises PlanError naming the field."""
+    try:
+        return comm.parse_codec(name)
+    except CodecError as e:
+        raise PlanError(f"field '{field}' of the plan is {name!r}: {e.message}", hint=e.hint) from e
 
 
 def describe(plan: Plan) -> str:

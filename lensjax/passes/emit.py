@@ -15,7 +15,6 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
-from lensjax._errors import PlanError
 from lensjax.passes import secondary
 from lensjax.passes.compress import describe, reducer
 from lensjax.passes.pin import pin
@@ -73,12 +72,8 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     note = falls_back(program, plan)
     pinned, extra, copied = None, {}, ""
     reduce = reduce or reducer(plan)
-    if plan.secondary and not splits(plan):
-        tier = next(iter(plan.secondary))
-        raise PlanError(
-            f"field 'secondary.{tier}' of the plan: gradients are not reduced apart over that tier",
-            hint=f"set reduce.{tier} to a codec, or its 'split' to true",
-        )
+    if not splits(plan):
+        secondary.check(plan, ())
     if splits(plan) and not note:
         run, extra = shares(program, plan, mesh, shardings, reduce)
         note = describe(plan)

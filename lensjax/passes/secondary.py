@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from lensjax import comm
-from lensjax._errors import CodecError, PlanError
+from lensjax._errors import PlanError
+from lensjax.passes.compress import codec_in
 from lensjax.passes.shardings import Shardings, partition_spec
 from lensjax.passes.share_layout import without
 from lensjax.plan.plan import Plan, Spec
@@ -42,18 +43,24 @@ class Copy:
         return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=inside, check_vma=False)(weight)
 
 
+def check(plan: Plan, slow: tuple[str, ...]) -> None:
+    """Raises PlanError where gradients are not reduced apart (over the mesh axes `slow`) over a tier of the field."""
+    for tier in plan.secondary:
+        if not slow or {a.name for a in plan.mesh.axes if a.tier == tier} - set(slow):
+            raise PlanError(
+                f"field 'secondary.{tier}' of the plan: gradients are not reduced apart over that tier",
+                hint=f"set reduce.{tier} to a codec, or its 'split' to true",
+            )
+
+
 def copies(program: Program, plan: Plan, shardings: Shardings, slow: tuple[str, ...]) -> dict[int, Copy]:
     """{argument index: its copy}. `slow`: the mesh axes over which the plan reduces gradients by itself. Raises
     PlanError for a weight that cannot be copied so."""
+    check(plan, slow)
     found: dict[int, Copy] = {}
     for tier, name in plan.secondary.items():
         axes = {a.name for a in plan.mesh.axes if a.tier == tier}
         policy = comm.Policy(parsed(tier, name), small="exact")
-        if missing := axes - set(slow):
-            raise PlanError(
-                f"field 'secondary.{tier}' of the plan: gradients are not reduced apart over {', '.join(missing)}",
-                hint=f"set reduce.{tier} to a codec, or its 'split' to true",
-            )
         for i, a in enumerate(program.arguments):
             spec = shardings.arguments[i]
             if a.role != "parameter" or not any(axes & set(entry) for entry in spec):
@@ -79,10 +86,7 @@ def copies(program: Program, plan: Plan, shardings: Shardings, slow: tuple[str, 
 
 def parsed(tier: str, name: str) -> comm.Codec:
     """The codec of a plan's `secondary` field. Raises PlanError."""
-    try:
-        codec = comm.parse_codec(name)
-    except CodecError as e:
-        raise PlanError(f"field 'secondary.{tier}' of the plan is {name!r}: {e.message}", hint=e.hint) from e
+    codec = codec_in(f"secondary.{tier}", name)
     if not isinstance(codec, comm.VectorCodec | comm.Exact):
         raise PlanError(
             f"field 'secondary.{tier}' of the plan is {name!r}, which sums and does not send",

@@ -210,7 +210,7 @@ class _Shares:
         batch: list[Any] = []
         for one in self.passes:
             sums, batch = self.through(one, inputs, [totals[c.var] for c in one.known])
-            found, state = self.reduced(one.wanted, sums, state)
+            found, state = self.reduced(one, sums, state)
             totals |= found
         rest = self.finish(*leaves, jnp.int32(0), *(totals[c.var] for c in self.after.known))
         out: list[Any] = [None] * len(self.split.results)
@@ -286,17 +286,16 @@ class _Shares:
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
-    def reduced(
-        self, cuts: Sequence[Cut], sums: Sequence[Any], state: dict[str, Any]
-    ) -> tuple[dict[Any, Any], dict[str, Any]]:
+    def reduced(self, one: _Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
         """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
         gradients over the plan's slow axes, together."""
+        cuts = one.wanted
         totals = {c.var: self.inside(c, x) for c, x in zip(cuts, sums, strict=True)}
         named_cuts = self._names(cuts) if self.plan.mesh.size > 1 else {}
         if named_cuts:
             stacked = {n: totals[c.var] for n, c in named_cuts.items()}
             specs = {n: self._total_spec(c) for n, c in named_cuts.items()}
-            reduce = self.reduce if list(cuts) == list(self.passes[-1].wanted) else exact  # early totals: no memory
+            reduce = self.reduce if one is self.passes[-1] else exact  # early totals: no memory
             made, new = reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
             state = dict(new)
             totals |= {c.var: made[n] for n, c in named_cuts.items()}

@@ -87,7 +87,8 @@ def compressed(
     made: list[tuple[Candidate, Candidate]] = []
     reason = ""
     copies = bool(choice.plan.secondary)  # asked for: plans without them do not compete
-    for old in [c for c in choice.candidates if c.fits(choice.memory) and bool(_secondary(c)) == copies][:COUNT]:
+    alike = [c for c in choice.candidates if c.plan is not None and bool(c.plan.secondary) == copies]
+    for old in [c for c in alike if c.fits(choice.memory)][:COUNT]:
         assert old.plan is not None
         where = slow_tier(old.plan, cluster)
         for codec in AUTO if how == "auto" else (how,):
@@ -115,10 +116,6 @@ def compressed(
     assert best.plan is not None
     choice = dataclasses.replace(choice, plan=best.plan)
     return noted(choice, f"compress={how!r}: {told}")
-
-
-def _secondary(candidate: Candidate) -> Mapping[str, str]:
-    return candidate.plan.secondary if candidate.plan is not None else {}
 
 
 def coded(plan: Plan, tier: str, codec: str, name: str | None = None, pins: Mapping[str, str] = {}) -> Plan:

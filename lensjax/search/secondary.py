@@ -7,6 +7,7 @@ weights innermost, and what a device gathers over it is cut from its own shard (
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 from lensjax._errors import BatchError, CodecError, PlanError
@@ -87,9 +88,7 @@ def with_copies(program: Program, plan: Plan, tier: str, codec: str, sizes: Mapp
 def _cut(plan: Plan, axis: Axis, fast: int, sizes: Mapping[int, str]) -> Plan:
     """The plan with `axis` as two: between the fast groups, and inside them. As it is where it is not inside any."""
     axes, at = plan.mesh.axes, plan.mesh.axes.index(axis)
-    inner = 1
-    for a in axes[at + 1 :]:
-        inner *= a.size
+    inner = math.prod(a.size for a in axes[at + 1 :])
     keep = fast // inner
     if keep <= 1 or fast % inner or axis.size % keep or axis.size == keep:
         return plan

@@ -9,6 +9,7 @@ from jax import lax
 
 import lensjax
 from lensjax.plan.plan import Micro, Reduce
+from tests.passes.descent import descent, same
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -54,34 +55,21 @@ def _step(mix):
         h = mix(jnp.tanh(x @ params["in"]), params["square"])
         return ((h @ params["out"]) ** 2).mean()
 
-    def step(params, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
-
-    return step
-
-
-def _same(step, plan, cluster="cpu:8"):
-    _, (value, grads) = jax.jit(step)(PARAMS, X)
-    _, (mine, found) = lensjax.parallelize(step, plan=plan, cluster=cluster, donate=False)(PARAMS, X)
-    assert float(mine) == pytest.approx(float(value), rel=1e-5)
-    scale = max(np.abs(g).max() for g in jax.tree.leaves(grads))
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(found), strict=True):
-        assert np.abs(a - b).max() <= 1e-5 * scale
+    return descent(loss)
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("plan", ["fsdp=2,tp=4", "tp=8", "dp=2,fsdp=2,tp=2", "zero1=2,tp_sp=4"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions(name, plan):
-    _same(_step(lambda h, w: h * (1 + 0.01 * REDUCTIONS[name](lax.stop_gradient(h)))), plan)
+    same(_step(lambda h, w: h * (1 + 0.01 * REDUCTIONS[name](lax.stop_gradient(h)))), PARAMS, X, plan)
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("plan", ["fsdp=2,tp=4", "dp=2,fsdp=2,tp=2", "zero1=2,tp_sp=4"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name, plan):
-    _same(_step(TRANSFORMS[name]), plan)
+    same(_step(TRANSFORMS[name]), PARAMS, X, plan)
 
 
 @pytest.mark.few(1)
@@ -91,7 +79,7 @@ def test_transforms(name, plan):
 def test_transforms_in_shares_of_the_batch(name, plan, field):
     step = _step(TRANSFORMS[name])
     made = lensjax.parallelize(step, plan=plan, cluster="cpu:2x4").plan_for(PARAMS, X)
-    _same(step, made.replace(**field), "cpu:2x4")
+    same(step, PARAMS, X, made.replace(**field), "cpu:2x4")
 
 
 ROWS = np.array([0, 5, 7, 9, 2, 60, 7, 33, 1, 1], np.int32)
@@ -117,4 +105,4 @@ def test_scatters_of_a_number_that_the_devices_do_not_divide(name, plan):
         value, grads = jax.value_and_grad(loss)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
 
-    _same(step, plan)
+    same(step, PARAMS, X, plan)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import lensjax
 from lensjax.passes.windows import safe_splits
 from lensjax.plan.plan import Micro, Reduce
+from tests.passes.descent import descent, same
 
 AXES = ("a", "b", "c")
 NUMBERS = ("NWC", "WIO", "NWC"), ("CWN", "IWO", "WNC")
@@ -137,24 +138,6 @@ def test_safe_splits_compute_what_one_device_does(kind, seed):
     np.testing.assert_allclose(jax.jit(whole)(*arguments), expected, rtol=1e-4, atol=1e-4)
 
 
-def _descent(loss):
-    def step(params, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
-
-    return step
-
-
-def _same(loss, params, batch, plan, cluster="cpu:8"):
-    step = _descent(loss)
-    _, (value, grads) = jax.jit(step)(params, batch)
-    _, (mine, found) = lensjax.parallelize(step, plan=plan, cluster=cluster, donate=False)(params, batch)
-    assert float(mine) == pytest.approx(float(value), rel=1e-5)
-    scale = max(np.abs(g).max() for g in jax.tree.leaves(grads))
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(found), strict=True):
-        assert np.abs(a - b).max() <= 1e-5 * scale
-
-
 def _draw(rng, *shape):
     return (rng.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
 
@@ -174,7 +157,7 @@ def test_channels_that_become_windows():
         h = jnp.tanh(_convolve(h.reshape(len(x), 6, 4), params["second"], 2).mean(1))
         return ((h @ params["out"]) ** 2).sum()
 
-    _same(loss, params, rng.normal(size=(16, 32)).astype(np.float32), "tp_sp=2")
+    same(descent(loss), params, rng.normal(size=(16, 32)).astype(np.float32), "tp_sp=2")
 
 
 def _block(groups):
@@ -194,7 +177,8 @@ def _block(groups):
 @pytest.mark.parametrize("groups", [2, 16])
 @pytest.mark.parametrize("plan", ["dp", "tp=8", "fsdp=2,tp=4", "dp=2,tp_sp=4", "dp=2,fsdp=2,tp=2"])
 def test_grouped_kernels(plan, groups):
-    _same(*_block(groups), plan)
+    loss, params, x = _block(groups)
+    same(descent(loss), params, x, plan)
 
 
 @pytest.mark.few(2)
@@ -202,8 +186,8 @@ def test_grouped_kernels(plan, groups):
 @pytest.mark.parametrize("plan", ["dp=2,fsdp=2,tp=2", "dp=2,fsdp=4", "dp=2,tp=4", "fsdp=2,tp_sp=4", "hsdp=4"])
 def test_in_shares_of_the_batch(plan, field):
     loss, params, x = _block(2)
-    plan = lensjax.parallelize(_descent(loss), plan=plan, cluster="cpu:2x4").plan_for(params, x)
-    _same(loss, params, x, plan.replace(**field), "cpu:2x4")
+    plan = lensjax.parallelize(descent(loss), plan=plan, cluster="cpu:2x4").plan_for(params, x)
+    same(descent(loss), params, x, plan.replace(**field), "cpu:2x4")
 
 
 @pytest.mark.parametrize("plan", ["dp", "dp=2,fsdp=2,tp=2"])
@@ -215,4 +199,4 @@ def test_every_other_example(plan):
         h = jnp.tanh(x @ params["in"])
         return ((h[::2] - h[1::2]) ** 2).mean() + (h * h[::-1]).mean()
 
-    _same(loss, {"in": _draw(rng, 16, 32)}, rng.normal(size=(16, 16)).astype(np.float32), plan)
+    same(descent(loss), {"in": _draw(rng, 16, 32)}, rng.normal(size=(16, 16)).astype(np.float32), plan)
