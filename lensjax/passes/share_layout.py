@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import Sizes
@@ -26,6 +27,22 @@ def take(x: Any, d: int, start: Any, size: int) -> Any:
     """[.., outer, local, inner, ..] -> [.., outer * size * inner, ..]: one share's part; `local` stands at d."""
     x = jax.lax.dynamic_slice_in_dim(x, start, size, d) if x.shape[d] != size else x
     return x.reshape((*x.shape[: d - 1], math.prod(x.shape[d - 1 : d + 2]), *x.shape[d + 2 :]))
+
+
+def own(x: Any, mesh: Any, axes: tuple[str, ...]) -> Any:
+    """[groups, ..], the same in every group and split over `axes` -> [..]. Each device takes the row of its group: the
+    first row for all, which is the same, would be sent to the others."""
+    if not axes:
+        return x[0]
+    row = jax.shard_map(
+        lambda x: x[0],
+        mesh=mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return row(x)
 
 
 def join(pieces: Sequence[Any], s: Status, z: Sizes) -> Any:

@@ -31,7 +31,7 @@ from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
 from lensjax.passes.shardings import Shardings, named, whole
-from lensjax.passes.share_layout import join, spread, stack, take, without
+from lensjax.passes.share_layout import join, own, spread, stack, take, without
 from lensjax.passes.share_sizes import sizes
 from lensjax.passes.split import share, update
 from lensjax.plan.plan import Micro, Plan, Spec
@@ -314,6 +314,8 @@ class _Shares:
         if self.plan.mesh.size == 1:
             return over(cut.op, x)
         x = self.constrain(x, 0, spec=self._partial_spec(cut))
+        if cut.op == "same":
+            return own(x, self.mesh, z.axes)
         left, scattered, apart = z.axes, {a for axes in spec for a in axes}, self._apart(cut)
         while left:
             if apart and z.slow == left:

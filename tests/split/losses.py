@@ -195,6 +195,18 @@ def norm_clipped_in_backward(p, b):
     return same(hidden(p, b["x"])).mean()
 
 
+@case()
+def class_token(p, b):
+    token = jnp.tile(p[:1], (b["x"].shape[0], 1))
+    return (hidden(p, b["x"]) * token + jnp.concatenate([token, b["x"]], 1).sum(1, keepdims=True)).mean()
+
+
+@case()
+def pattern_for_each_example(p, b):
+    pattern = jnp.tile(p[:3, 0], 2 * b["x"].shape[0]).reshape(b["x"].shape)
+    return (hidden(p, b["x"]) * pattern).mean()
+
+
 # ---- split, with totals that a share must know -----------------------------------------------------------------------
 
 
@@ -264,6 +276,12 @@ def first_half(p, b):
 @case(node=False)
 def flipped(p, b):
     return (hidden(p, b["x"]) * b["x"][::-1]).mean()
+
+
+@case(node=False)
+def pattern_over_pairs(p, b):
+    n = b["x"].shape[0]
+    return (hidden(p, b["x"])[:, 0] * jnp.tile(p[:2, 0], n // 2)).mean()
 
 
 @case(node=False)

@@ -1,15 +1,19 @@
 """A step in shares computes what the step computes: micro-batches, nodes, both; every loss that is accepted."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from lensjax._errors import PlanError
 from lensjax.passes import shares as shares_module
 from lensjax.passes.draw import Draw
+from lensjax.passes.share_layout import own
 from tests.split.harness import apart, micro, nodes, plain, program, run
 from tests.split.losses import LOSSES, MICRO, NODE, arguments, step_of
 
@@ -147,3 +151,13 @@ def test_counters_beyond_32_bits():
     for x, factor in ((3_000_000_000, 5_000_000_000), (7, 2**33 + 5), (2**31, 2), (12345, 1)):
         high, low = _times(jnp.uint32(x), factor)
         assert (int(high) << 32 | int(low)) == x * factor % 2**64
+
+
+def test_what_every_group_has_is_not_sent():
+    """Each device takes the row of its own group: no collective."""
+    mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rows = jax.device_put(jnp.broadcast_to(jnp.arange(8.0), (2, 8)), NamedSharding(mesh, P("dp", "fsdp")))
+    kept = NamedSharding(mesh, P("fsdp"))
+    made = jax.jit(lambda x: jax.lax.with_sharding_constraint(own(x, mesh, ("dp",)), kept)).lower(rows).compile()
+    assert not re.search("all-reduce|all-gather|collective-permute|all-to-all", made.as_text())
+    assert made(rows).sharding.is_equivalent_to(kept, 1) and (made(rows) == jnp.arange(8.0)).all()

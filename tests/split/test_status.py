@@ -9,7 +9,17 @@ from tests.split.harness import program
 from tests.split.losses import LOSSES, MICRO, NODE, arguments, step_of
 
 # Traced in each run; the others with the slow tests.
-FAST = [*sorted(LOSSES)[::3], "contrastive", "batch_norm", "prints", "other_generator", "index_behind_the_end"]
+FAST = [
+    *sorted(LOSSES)[::3],
+    "class_token",
+    "pattern_for_each_example",
+    "pattern_over_pairs",
+    "contrastive",
+    "batch_norm",
+    "prints",
+    "other_generator",
+    "index_behind_the_end",
+]
 
 
 def check(name):

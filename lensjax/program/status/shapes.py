@@ -169,12 +169,20 @@ def split(an: Interpreter, op: Op, ins: list[Status]) -> list[Status]:
 
 def tile(an: Interpreter, op: Op, ins: list[Status]) -> Status:
     s = ins[0]
-    if s.kind not in "BI":
-        if op.outs[0]:
-            raise op.refuse("a value repeated along the batch")
+    if s.kind in "BI":
+        s = an.total(op, 0, s)
+        return an.result(op, 0, s.dim, s.inner, s.deps)  # repeated along the batch: one more outer factor
+    if not op.outs[0]:
         return _whole(an, op, s)
-    s = an.total(op, 0, s)
-    return an.result(op, 0, s.dim, s.inner, s.deps)  # repeated along the batch: one more outer factor
+    if len(op.outs[0]) > 1:
+        raise op.refuse("mixes examples: a value repeated along two batch dimensions")
+    if s.kind == "Z":
+        return s
+    d = op.outs[0][0]
+    period, repeats = shape_of(op.invars[0])[d], shape_of(op.outvars[0])[d] // shape_of(op.invars[0])[d]
+    if period > 1 and repeats % an.full:
+        raise op.refuse("a pattern repeated along the batch, not a whole number of times for an example")
+    return part(d, None if period == 1 else period * repeats // an.full, an.total(op, 0, s).deps)
 
 
 def iota(an: Interpreter, op: Op, ins: list[Status]) -> Status:
