@@ -24,9 +24,7 @@ def looked_for() -> bool:
     return bool(config.jax_debug_nans or config.jax_debug_infs) and jax.process_count() == 1
 
 
-def run(
-    step: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, hidden: dict[str, Any]
-) -> Any:
+def run(step: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, hidden: dict[str, Any]) -> Any:
     """`step(args, kwargs)`, where `step` runs `fn` under a plan and keeps `hidden` between calls.
 
     Raises FloatingPointError at the line of `fn` that made what is not finite; nothing is given up then.

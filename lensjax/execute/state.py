@@ -87,6 +87,6 @@ def made_shapes(create: Callable[..., Any], given: Sequence[Any], fn: Callable[.
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
         raise TraceError(
             f"{name} cannot be traced{at_line(e)}: {first_line(e)}",
-            hint="init traces it, so that the state is never whole on one device; a state that needs its values (numpy, "
-            "a file) is made without init, and goes to the first call of the step",
+            hint="init traces it, so that the state is never whole on one device; a state that needs its values "
+            "(numpy, a file) is made without init, and goes to the first call of the step",
         ) from e

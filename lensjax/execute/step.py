@@ -224,9 +224,14 @@ class Step(Copied, Planned):
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         plan = plan or self._plan(program)
         mesh = device_mesh(plan.mesh)
-        made = build(self._fn, program, plan, mesh, self._options.donate, self.extra)
+        donate = self._options.donate and self._gives_up(program)
+        made = build(self._fn, program, plan, mesh, donate, self.extra)
         extra.fill(self.extra, made.emitted.extra)
         return made
+
+    def _gives_up(self, program: Program) -> bool:
+        """Whether a call may give up the buffers of the state."""
+        return True
 
     def _plan(self, program: Program) -> Plan:
         """The plan for a program; made once, and kept for every later shape."""
