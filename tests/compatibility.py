@@ -68,7 +68,7 @@ def one(family: str, plan: str) -> dict:
     dtype = FAMILIES[family].dtype
     steps: list[Any] = []
     try:
-        (d,) = compare(family, plan, steps=1, dtype=dtype, keep=steps.append)
+        (d,) = compare(family, plan, steps=1, dtype=dtype, keep=steps.append, sharded_init=False)
     except LensjaxError as e:
         return {"result": "refused", "reason": e.message}
     except AssertionError as e:

@@ -81,13 +81,15 @@ def compare(
     steps: int = 2,
     dtype: str = "float32",
     keep: Callable[[Any], None] = lambda step: None,
+    sharded_init: bool = True,
 ) -> list[Difference]:
     """Runs `steps` steps of a family under a plan, each from the reference's state; returns the differences. `keep`
-    receives the decorated step."""
+    receives the decorated step. sharded_init=False makes the state on one device: the first call places it."""
     made = FAMILIES[family].make(with_grads=True)
     step = lensjax.parallelize(made.step, plan=plan, cluster=cluster, **FAMILIES[family].options)
     expected, data = reference(family, steps)
-    state = step.init(made.init, jax.random.key(0), batch=data)
+    key = jax.random.key(0)
+    state = step.init(made.init, key, batch=data) if sharded_init else made.init(key)
     found = []
     for before, metrics in expected:
         state = put(family, state, before)

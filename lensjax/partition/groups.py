@@ -26,7 +26,7 @@ def axes_of_groups(attribute: str, text: str, mesh: Mapping[str, int]) -> Axes:
         if len(named) == text.count("axis_ref<"):
             return tuple(name if end == ">" else f"{name}:({pre}){size}" for name, end, pre, size in named)
     shape = re.search(r"tensor<(\d+)x(\d+)xi64>", text)
-    numbers = [int(n) for n in re.findall(r"-?\d+", text.split("tensor<")[0])]
+    numbers = _integers(text.split("tensor<")[0])
     if not shape or len(numbers) not in (1, int(shape[1]) * int(shape[2])):
         raise PartitionError(f"unknown form of replica groups: {text[:200]}")
     if len(numbers) == 1:  # a splat: one group of one
@@ -38,3 +38,10 @@ def axes_of_groups(attribute: str, text: str, mesh: Mapping[str, int]) -> Axes:
     if attribute == "replica_groups" and math.prod(mesh[a] for a in axes) != groups.shape[1]:
         raise PartitionError(f"replica groups {groups.tolist()[:4]} are not along axes of the mesh {dict(mesh)}")
     return axes
+
+
+def _integers(text: str) -> list[int]:
+    """The 64-bit integers of `dense<[[0, 1], [2, 3]]>`, or of the bytes in which more than a hundred are printed."""
+    if as_bytes := re.search(r'dense<"0x([0-9A-Fa-f]*)">', text):
+        return np.frombuffer(bytes.fromhex(as_bytes[1]), "<i8").tolist()
+    return [int(n) for n in re.findall(r"-?\d+", text)]

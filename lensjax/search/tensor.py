@@ -178,8 +178,10 @@ def tensor_axes(program: Program, ways: int) -> SplitAxes:
     chosen |= _best_independent(rest, {a: clashes[a] & rest.keys() for a in rest})
     for axis in set(gain) - chosen:
         clash = next(iter(sorted(clashes[axis] & chosen)), None)
-        with_ = program.logical.names[clash] if clash is not None else "nothing"
-        reasons[axis] = f"a weight has it together with {with_!r}, which is better split"
+        if clash is None:
+            reasons[axis] = "no matmul multiplies a weight that has it: split, it would add traffic and save nothing"
+        else:
+            reasons[axis] = f"a weight has it together with {program.logical.names[clash]!r}, which is better split"
     if not chosen:
         listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items()) or "no matrix has an axis"
         raise PlanError(f"no logical axis of the weights can be split in {ways}: {listed}")

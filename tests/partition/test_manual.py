@@ -16,6 +16,7 @@ from lensjax.partition.groups import axes_of_groups
 from tests.partition.decoder import abstract_mesh
 
 MESH = abstract_mesh(a=4, b=2)
+LARGE = abstract_mesh(a=64, b=8)
 BYTES = 64 * 16 * 4
 
 
@@ -43,6 +44,17 @@ def test_hand_written_collectives_are_read_with_their_axes():
     assert one(swap, P("a"), P("a")) == [("collective_permute", ("b",), BYTES / 4)]
     move = functools.partial(jax.lax.all_to_all, axis_name="a", split_axis=1, concat_axis=0, tiled=True)
     assert one(move, P("a"), P(None, "a")) == [("all_to_all", ("a",), BYTES / 4)]
+
+
+@pytest.mark.parametrize("axes", ["a", "b", ("a", "b")])
+def test_groups_of_hundreds_of_devices_are_read(axes):
+    """Above a hundred members, groups are printed as bytes."""
+    reduce = jax.shard_map(
+        lambda x: jax.lax.psum(x, axes), mesh=LARGE, in_specs=P(), out_specs=P(), axis_names={"a", "b"}, check_vma=False
+    )
+    jitted = jax.jit(reduce, in_shardings=NamedSharding(LARGE, P()))
+    p = partition(jitted.trace(jax.ShapeDtypeStruct((64, 16), jnp.float32)).lower(lowering_platforms=("cpu",)))
+    assert [(c.op, c.axes, c.bytes) for c in p.collectives] == [("all_reduce", tuple(axes), BYTES)]
 
 
 def test_matmuls_inside_a_shard_map_count_their_local_sizes():

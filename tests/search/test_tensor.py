@@ -106,6 +106,17 @@ def test_no_axis_that_divides_lists_the_reasons():
         preset("tp=4", analyze(step, (jnp.ones((5, 6)), jnp.ones((16, 5)))), 8)
 
 
+def test_a_weight_that_nothing_multiplies_is_named_so():
+    """A table that is only added: there is no better axis beside it to name."""
+
+    def step(p, x):
+        read = lambda p: jnp.tanh(jnp.tanh(x @ jnp.ones((6, 8)))[:, None] + p) @ jnp.ones((8, 3))
+        return p - jax.grad(lambda p: (read(p) ** 2).mean())(p)
+
+    with pytest.raises(PlanError, match="no matmul multiplies a weight that has it"):
+        preset("tp=4", analyze(step, (jnp.ones((3, 8)), jnp.ones((16, 6)))), 8)
+
+
 @pytest.mark.parametrize("name, text", [("moe_dense", "dp=2,fsdp=2,tp=2"), ("resnet", "fsdp=2,tp_sp=4")])
 def test_odd_programs_are_priced(name, text):
     """A weight with one logical axis twice; a permutation between parts of a mesh axis."""
