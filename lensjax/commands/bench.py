@@ -14,7 +14,7 @@ from typing import Any
 
 from lensjax._errors import UsageError
 from lensjax.commands import Result, bench_rows
-from lensjax.commands.target import check_writable
+from lensjax.commands.target import PICTURES, check_writable
 
 HELP = "measure plans on the devices at hand and compare them with what was predicted"
 CRASHES = 20  # in a row, one for each plan: more than anyone names
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> Result:
         raise UsageError(f"--steps {args.steps} --visits {args.visits}", hint="1 or more")
     if args.devices is not None and args.devices < 1:
         raise UsageError(f"--devices {args.devices}", hint="1 or more; leave it out for those that JAX sees")
-    for path in (args.png, args.rows, args.resume):
+    check_writable(args.png, PICTURES)
+    for path in (args.rows, args.resume):
         check_writable(path)
     file = args.target.rpartition(":")[0]
     if not file.endswith(".py") or not Path(file).is_file():
@@ -126,8 +127,8 @@ def _measure(request: dict[str, Any], journal: Path, scratch: Path, quiet: bool)
                 return {k: v for k, v in about.items() if k not in ("event", "plan")}, events
             said = log.read_text(encoding="utf-8", errors="replace").strip()
             signal = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
-            if events[-1]["event"] in ("request", "about") or child.returncode == 3:
-                told = scratch / "error.json"
+            told = scratch / "error.json"  # the user's own code may end the process with any status
+            if events[-1]["event"] in ("request", "about") or told.exists():
                 if told.exists():
                     raise UsageError(**json.loads(told.read_text(encoding="utf-8")))
                 why = f"its process ended with {signal}" + (f": {said[-1500:]}" if said else ", and said nothing")

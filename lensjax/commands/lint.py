@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lensjax.commands import Result
-from lensjax.commands.target import load_file, user_code
+from lensjax.commands.target import PICTURES, check_writable, load_file, user_code
 
 if TYPE_CHECKING:
     from lensjax.verify.audit import Audit
@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Exit status 1 when there is a warning or an error."""
+    check_writable(args.picture, PICTURES)
+    check_writable(args.trace)
     _emulate(args)
     from lensjax.report.progress import steps
     from lensjax.verify.lint import lint

@@ -13,6 +13,7 @@ from typing import Any
 
 from lensjax._errors import UsageError
 from lensjax.commands import Result
+from lensjax.commands.target import PICTURES, check_writable
 
 HELP = "measure the links between the devices at hand and write a cluster file"
 
@@ -92,6 +93,7 @@ def _prepare(args: argparse.Namespace) -> None:
     for path in (args.out, args.png):
         if path and not Path(path).parent.is_dir():
             raise UsageError(f"no folder {str(Path(path).parent)!r} to write {path!r} in")
+    check_writable(args.png, PICTURES)
     if args.out and Path(args.out).suffix not in (".yaml", ".yml", ".json"):
         raise UsageError(f"--out {args.out!r}: a cluster file ends in .yaml or .json")
     together = (args.coordinator, args.processes, args.process)

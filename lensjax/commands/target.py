@@ -136,11 +136,17 @@ def _line_of(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
-def check_writable(path: str | None) -> None:
-    """Raises UsageError for a file that cannot be written: before the work, not after it."""
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_writable(path: str | None, endings: tuple[str, ...] = ()) -> None:
+    """Raises UsageError for a file that cannot be written, or does not end in one of `endings`: before the work, not
+    after it."""
     if path is None:
         return
     target = Path(path)
+    if endings and target.suffix.lower() not in endings:
+        raise UsageError(f"{path} cannot be written as a picture", hint=f"a file that ends in {' or '.join(endings)}")
     folder = target.parent
     if not folder.is_dir():
         why = f"there is no folder {str(folder)!r}"

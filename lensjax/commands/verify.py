@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lensjax.commands import Result
-from lensjax.commands.target import add_target, check_writable, load_target, user_code
+from lensjax.commands.target import PICTURES, add_target, check_writable, load_target, user_code
 
 if TYPE_CHECKING:
     from lensjax.verify.proof import Proof
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.verify.proof import prove, twice_the_batch
     from lensjax.verify.show import everything
 
-    for path in (args.html, args.trace, args.picture):
+    check_writable(args.picture, PICTURES)
+    for path in (args.html, args.trace):
         check_writable(path)
     cluster = Cluster.parse(args.cluster)
     with steps("verify", quiet=args.json) as say:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lensjax._errors import CaptureWarning
+from lensjax._errors import CaptureWarning, StateError
 from lensjax._units import size
 
 # A captured array above this many bytes is worth a word: below, constants of a model (positions, masks) are usual.
@@ -35,8 +35,13 @@ class Watch:
         self._held = [(name, read, x) for name, read, x in variables(fn) if id(x) in wanted]
         names = {id(x): name for name, _, x in self._held}
         for x in captured:
+            name = names.get(id(x), "an array")
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise StateError(
+                    f"the step closes over {name} ({x.dtype}{list(x.shape)}), which was donated or deleted and is gone",
+                    hint="pass it as an argument, or capture an array that lives",
+                )
             if x.nbytes > LARGE:
-                name = names.get(id(x), "an array")
                 warn(
                     f"the step closes over {name} ({x.dtype}{list(x.shape)}, {size(x.nbytes)}): it is fixed at its "
                     "value of now. Pass it as an argument if it changes, or if it should be part of the state"

@@ -94,9 +94,10 @@ class Checkpoints:
             number = found[-1] if found else None
         agree("restore a checkpoint", {"number of the checkpoint": number, "complete checkpoints": found}, StateError)
         if number is None or number not in found:
-            have = f"complete ones: {', '.join(map(str, found))}" if found else "there is no complete one"
+            have = f"complete ones: {', '.join(map(str, found))}" if found else _nothing_in(path)
             what = "checkpoint" if number is None else f"checkpoint {number}"
-            raise StateError(f"no {what} to restore in {path}: {have}", code="checkpoint")
+            hint = "" if found else "what step.save did not write, Orbax restores into step.abstract_state"
+            raise StateError(f"no {what} to restore in {path}: {have}", hint=hint, code="checkpoint")
         wanted = plain(abstract)
         with _disk(path, f"read checkpoint {number} of"):
             reader = self._checkpointer(path)
@@ -222,6 +223,12 @@ def _numbers(checkpointer: Any) -> tuple[int, ...]:
     return tuple(sorted(c.step for c in checkpointer.checkpoints))
 
 
+def _nothing_in(path: str) -> str:
+    if "://" not in path and not os.path.isdir(path):
+        return "it is a file" if os.path.exists(path) else "there is no such folder"
+    return "there is no complete one"
+
+
 def _complete(path: str, numbers: Sequence[int]) -> tuple[int, ...]:
     """Those with Orbax's description, which it writes with the rest: any folder with a number for a name looks like a
     checkpoint otherwise."""
@@ -293,7 +300,7 @@ def _check_same(held: Any, wanted: Any, number: int) -> None:
     differ = [p for p in (*new, *old) if old.get(p, none)[0] != new.get(p, none)[0]]
     narrower = [p for p in new if p not in differ and not _holds(old[p][1], new[p][1])]
     if differ or narrower:
-        p = (*differ, *narrower)[0]
+        p = min(differ or narrower, key=lambda p: p.count("/"))  # a parameter before its moments, as a rule
         raise StateError(
             f"checkpoint {number} is of another state: {p} is {_say(old, p)} in it and {_say(new, p)} in the step's "
             f"({len(differ) + len(narrower)} leaves differ)",
@@ -307,8 +314,17 @@ def _check_same(held: Any, wanted: Any, number: int) -> None:
 def _holds(old: str, new: str) -> bool:
     """Whether every value of the one type is one of the other."""
     a, b = jnp.dtype(old), jnp.dtype(new)
-    kind = next((k for k in (np.inexact, np.integer) if jnp.issubdtype(a, k)), None)
-    return a == b or (kind is not None and jnp.issubdtype(b, kind) and jnp.promote_types(a, b) == b)
+    if a == b:
+        return True
+    if jnp.issubdtype(a, np.integer) and jnp.issubdtype(b, np.integer):
+        x, y = jnp.iinfo(a), jnp.iinfo(b)
+        return int(y.min) <= int(x.min) and int(x.max) <= int(y.max)
+    if not (jnp.issubdtype(a, np.inexact) and jnp.issubdtype(b, np.inexact)):
+        return False
+    if jnp.issubdtype(a, np.complexfloating) and not jnp.issubdtype(b, np.complexfloating):
+        return False
+    x, y = jnp.finfo(a), jnp.finfo(b)
+    return x.nmant <= y.nmant and x.maxexp <= y.maxexp and x.minexp >= y.minexp
 
 
 def is_key(x: Any) -> bool:

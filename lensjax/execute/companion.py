@@ -73,6 +73,12 @@ class Companion(Step):
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         return super()._build(program, self._plan(program))
 
+    def _gives_up(self, program: Program) -> bool:
+        """An evaluation that hands on a part of the state as it is (a weight, for a log) replaces nothing."""
+        inner = _jax.open_jaxpr(program.jaxpr)
+        pairs = [(a.result, v) for a, v in zip(program.arguments, inner.invars) if a.result is not None]
+        return any(inner.outvars[result] is not v for result, v in pairs)
+
     def _traced_already(self, call: Call) -> None:
         """Where a companion's arguments lie is part of its plan: the call decides."""
 

@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from lensjax import _jax
-from lensjax._errors import CompileError
+from lensjax._errors import CompileError, StateError
 from lensjax.execute import extra
 from lensjax.execute.place import place
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
 from lensjax.program.opaque import opaque
 from lensjax.program.program import Program
-from lensjax.program.trace import matching_leaves
+from lensjax.program.trace import matching_leaves, refuse_explicit_mesh
 
 
 class OtherSignature(Exception):
@@ -130,6 +130,13 @@ class Executable:
             leaves = [place(x, self.emitted.arguments[i]) if i in self.elsewhere else x for i, x in enumerate(leaves)]
         if self.direct:
             return self.jitted(*self.emitted.program.call.rebuild(leaves)[0])
+        for x in self.captured:
+            if x.is_deleted():  # it lay in its place already, so it is the user's own; XLA must not see it
+                raise StateError(
+                    f"an array that the step closes over ({x.dtype}{list(x.shape)}) was donated or deleted after the "
+                    "step was traced, and is gone",
+                    hint="pass it as an argument: a step may use the array of the moment, and another may replace it",
+                )
         if not self.emitted.extra:
             return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
         results = self.jitted(*leaves, *self.captured, *extra.take(self.store, self.emitted.extra))
@@ -199,7 +206,7 @@ def build(
     if not donate:
         emitted = dataclasses.replace(emitted, donated=())
     count = len(program.call.leaves)
-    captured = tuple(place(v, s) for v, s in zip(program.captured, emitted.arguments[count:]))
+    captured = tuple(place(v, s, own=True) for v, s in zip(program.captured, emitted.arguments[count:]))
     whole = donated_arguments(program, emitted.donated)
     direct = (
         not captured
@@ -278,6 +285,7 @@ def _direct(emitted: Emitted, donated: tuple[int, ...]) -> Any:
 
 def _check(emitted: Emitted, leaves: Any, numerics: tuple[Any, ...]) -> None:
     """While tracing: the leaves must have the program's types. (JAX traces again when a setting changes.)"""
+    refuse_explicit_mesh()
     if numerics != _jax.numerics():
         raise OtherSignature
     invars = _jax.open_jaxpr(emitted.program.jaxpr).invars

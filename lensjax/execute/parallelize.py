@@ -65,16 +65,26 @@ def parallelize(
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Any:
+        _check_function(f)
         if os.environ.get("LENSJAX_OFF", "") not in ("", "0") or plan == "off":
             return Off(f)
         return Step(f, options)
 
-    if fn is not None and not callable(fn):
+    return decorate if fn is None else decorate(fn)
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, staticmethod | classmethod):
+        kind = type(fn).__name__
+        raise PlanError(
+            f"parallelize got a {kind}: it decorates the function itself",
+            hint=f"write @{kind} above @parallelize(...), not below it",
+        )
+    if not callable(fn):
         raise PlanError(
             f"parallelize got {fn!r} where the step is expected",
             hint='options go by name, as in parallelize(plan="fsdp")',
         )
-    return decorate if fn is None else decorate(fn)
 
 
 def _tuple(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from lensjax.execute.nnx import give_back
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
+from lensjax.program.trace import at_line, first_line, is_dynamic
 
 
 def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> tuple[list[Any], Any]:
@@ -62,3 +64,29 @@ def abstract_state(program: Program, plan: Plan, mesh: Any) -> Any:
 
 def _avals(program: Program) -> list[Any]:
     return [v.aval for v in _jax.open_jaxpr(program.jaxpr).invars]
+
+
+def made_shapes(create: Callable[..., Any], given: Sequence[Any], fn: Callable[..., Any]) -> Any:
+    """Shapes of the state that `create(*given)`, made of the user's `fn`, returns. Raises TraceError where it cannot be
+    traced, or returns what is no array."""
+    name = getattr(fn, "__name__", "the function")
+
+    def checked(*given: Any) -> Any:
+        state = create(*given)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            if not is_dynamic(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                where = jax.tree_util.keystr(path, simple=True, separator="/") or "the top"
+                raise TraceError(
+                    f"{name} makes {leaf!r} at {where}, which is not an array",
+                    hint="a state holds arrays and numbers; keep the rest outside, or in static fields of its class",
+                )
+        return state
+
+    try:
+        return jax.eval_shape(checked, *given)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
+        raise TraceError(
+            f"{name} cannot be traced{at_line(e)}: {first_line(e)}",
+            hint="init traces it, so that the state is never whole on one device; a state that needs its values "
+            "(numpy, a file) is made without init, and goes to the first call of the step",
+        ) from e

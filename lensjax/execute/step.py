@@ -18,7 +18,7 @@ import jax
 
 from lensjax import _jax
 from lensjax._errors import PlanError
-from lensjax.execute import extra
+from lensjax.execute import extra, finite
 from lensjax.execute.arguments import Reading, split_arrays, split_init
 from lensjax.execute.captured import Watch
 from lensjax.execute.checkpoint import Checkpoints
@@ -31,7 +31,7 @@ from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
 from lensjax.execute.planning import Options, agreed_plan, cluster_for
-from lensjax.execute.state import abstract_values, state_shardings
+from lensjax.execute.state import abstract_values, made_shapes, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
 from lensjax.program.trace import Call, abstract, flatten_call, is_dynamic, same, unfixed
@@ -78,9 +78,10 @@ class Step(Copied, Planned):
             self._adopt(args, kwargs)
         elif self._watch is not None:
             self._watch.check()
+        call = self._looked_at if finite.looked_for() else self._pure_call
         if self._modules is not None:
-            return self._modules.call(self._pure_call, args, kwargs)
-        return self._pure_call(args, kwargs)
+            return self._modules.call(call, args, kwargs)
+        return call(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A decorated method: one step for each instance."""
@@ -110,6 +111,12 @@ class Step(Copied, Planned):
             failure = e
         self._check_memory(self._run, args, kwargs, failure)
         return self._again(args, kwargs, failure)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """While JAX was asked to stop at what is not finite."""
+        if traced(jax.tree.leaves((args, kwargs))):
+            return self._pure_call(args, kwargs)
+        return finite.run(self._pure_call, self._fn, args, kwargs, self.extra)
 
     def _check_memory(self, executable: Executable, args: Any, kwargs: Any, failure: Exception) -> None:
         """Raises OutOfMemory, with what is held and what would fit, where that is the failure."""
@@ -217,9 +224,14 @@ class Step(Copied, Planned):
     def _build(self, program: Program, plan: Plan | None = None) -> Executable:
         plan = plan or self._plan(program)
         mesh = device_mesh(plan.mesh)
-        made = build(self._fn, program, plan, mesh, self._options.donate, self.extra)
+        donate = self._options.donate and self._gives_up(program)
+        made = build(self._fn, program, plan, mesh, donate, self.extra)
         extra.fill(self.extra, made.emitted.extra)
         return made
+
+    def _gives_up(self, program: Program) -> bool:
+        """Whether a call may give up the buffers of the state."""
+        return True
 
     def _plan(self, program: Program) -> Plan:
         """The plan for a program; made once, and kept for every later shape."""
@@ -271,7 +283,7 @@ class Step(Copied, Planned):
             made = fn(*a, **k)
             return take(made).tree if holds_modules(fn, made) else made
 
-        state = jax.eval_shape(create, *given)
+        state = made_shapes(create, given, fn)
         if batch is not None:
             self._plan(self._analyze_init(split_init(self._fn, give_back(state)[0], abstract_batch(batch))))
         # Flat, and unflattened with the tree that was planned: a TrainState made twice has two optimizers that are

@@ -152,7 +152,7 @@ def _argument_spec(attribute: Any) -> Spec:
 
 def _trips(condition: Body, body: Body, inputs: tuple[int, ...], scalars: Mapping[int, int]) -> int | None:
     """Trip count of `for i in range(start, stop, step)`, the loop that `lax.scan` and `fori_loop` emit; else None."""
-    test = next((n for n in condition.nodes if n.outputs[0] == condition.results[0]), None)
+    test = _maker(condition, 0)
     if test is None or test.name != "stablehlo.compare":
         return None
     left, right = test.inputs
@@ -161,7 +161,7 @@ def _trips(condition: Body, body: Body, inputs: tuple[int, ...], scalars: Mappin
         return None
     index = condition.arguments.index(left)
     start = scalars.get(inputs[index])
-    bump = next((n for n in body.nodes if n.outputs[0] == body.results[index]), None)
+    bump = _maker(body, index)
     if start is None or bump is None or bump.name != "stablehlo.add":
         return None
     step = next((scalars[v] for v in bump.inputs if v in scalars), None)
@@ -169,6 +169,11 @@ def _trips(condition: Body, body: Body, inputs: tuple[int, ...], scalars: Mappin
         return None
     span = scalars[right] - start + (direction[1] == "LE")
     return max(0, -(-span // step))
+
+
+def _maker(body: Body, result: int) -> Node | None:
+    """The operation that makes a result. (A callback makes nothing.)"""
+    return next((n for n in body.nodes if body.results[result] in n.outputs), None)
 
 
 def read(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from lensjax import _jax
-from lensjax._errors import TraceError
+from lensjax._errors import PlanError, TraceError
 from lensjax.program.edit import all_equations
 from lensjax.program.inline import inline
 
@@ -221,8 +221,21 @@ def trace(fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any] | None = N
     return trace_call(fn, call, [abstract(leaf) for leaf in call.leaves])
 
 
+def refuse_explicit_mesh() -> None:
+    """Raises PlanError where `jax.set_mesh` has a mesh with Explicit axes: there the types of the user's arrays say how
+    they are split, which is what a plan decides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if explicit := [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t == jax.sharding.AxisType.Explicit]:
+        raise PlanError(
+            f"the step is used under jax.set_mesh with a mesh whose axes are Explicit ({', '.join(explicit)})",
+            hint="leave jax.set_mesh out (a plan has a mesh of its own), or make the mesh with Auto axes: "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))",
+        )
+
+
 def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> Traced:
     """As `trace`, at other shapes of the same call (two-point tracing)."""
+    refuse_explicit_mesh()
     box: dict[str, Any] = {}
 
     def flat(*leaves):
@@ -244,7 +257,7 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
         closed = jax.make_jaxpr(flat)(*avals)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
         raise TraceError(
-            f"the step cannot be traced{_at(e, fn)}: {_first_line(e)}",
+            f"the step cannot be traced{at_line(e)}: {first_line(e)}",
             hint="a step must compute with arrays only: use jax.lax.cond or jnp.where instead of a Python branch on a "
             "value, and pass Python settings as static arguments",
         ) from e
@@ -252,7 +265,7 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
         found = next((said for words, said in _KNOWN.items() if words in str(e)), None)
         if found is None:
             raise
-        raise TraceError(f"the step {found[0]}{_at(e, fn)}", hint=found[1]) from e
+        raise TraceError(f"the step {found[0]}{at_line(e)}", hint=found[1]) from e
     if ordered := _jax.ordered_effects(closed):
         eqn = next((e for e in all_equations(inline(closed)) if ordered[0] in e.effects), None)
         where = f" at {_jax.user_line(eqn)}" if eqn is not None else ""
@@ -274,7 +287,7 @@ def _lift_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     return _jax.rebuild(closed, invars=[*inner.invars, *inner.constvars]), values
 
 
-def _at(error: BaseException, fn: Callable) -> str:
+def at_line(error: BaseException) -> str:
     """` at file.py:12` of the innermost frame that is the user's own (not a library's)."""
     frames = [
         f
@@ -286,5 +299,5 @@ def _at(error: BaseException, fn: Callable) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]

@@ -1,5 +1,6 @@
 """`lensjax bench`: a real measurement of a tiny step, resumed and crashed; and what the rows are made into."""
 
+import contextlib
 import csv
 import io
 import json
@@ -26,7 +27,7 @@ def step(p, x):
         flag = os.environ.get("CRASH_ONCE")
         if flag and not os.path.exists(flag):
             open(flag, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3) if flag.endswith("exit") else os.kill(os.getpid(), signal.SIGKILL)
         return v
     loss, grads = jax.value_and_grad(lambda p: ((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2).mean())(p)
     if "CRASH_ONCE" in os.environ:
@@ -72,11 +73,26 @@ def test_a_measurement_and_its_resumption(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_that_ends_the_process_is_a_row_and_the_others_go_on(tmp_path):
-    status, found, err = run(tmp_path, "--plans", "dp,fsdp", "--steps", "2", CRASH_ONCE=str(tmp_path / "flag"))
+@pytest.mark.parametrize(
+    ("flag", "result", "said"),
+    [("kill", "out of memory", "signal 9"), ("exit", "crashed", "status 3")],  # SIGKILL is what the kernel sends
+)
+def test_a_plan_that_ends_the_process_is_a_row_and_the_others_go_on(tmp_path, flag, result, said):
+    status, found, err = run(tmp_path, "--plans", "dp,fsdp", "--steps", "2", CRASH_ONCE=str(tmp_path / flag))
     assert status == 0, err
-    assert [r["result"] for r in found["rows"]] == ["out of memory", "measured"]  # SIGKILL is what the kernel sends
-    assert "died with signal 9" in found["rows"][0]["reason"]
+    assert [r["result"] for r in found["rows"]] == [result, "measured"]
+    assert f"died with {said}" in found["rows"][0]["reason"]
+
+
+@pytest.mark.parametrize("name", ["bench.foo", "bench", "bench.jpg/"])
+def test_a_picture_that_cannot_be_drawn_is_told_before_measuring(tmp_path, name):
+    for command, option in (("bench", "--png"), ("lint", "--picture"), ("verify", "--picture")):
+        more = ("plan.json", "llama3-tiny", "--cluster", "cpu:8") if command == "verify" else ("none.py:target",)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main([command, *more, option, f"{tmp_path}/{name}", "--json"]) == 2
+        error = json.loads(out.getvalue())["error"]
+        assert "cannot be written as a picture" in error["message"] and ".png or .svg or .pdf" in error["hint"]
 
 
 # ---- what is made of it ---------------------------------------------------------------------------------------------

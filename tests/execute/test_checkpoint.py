@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import shutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import lensjax
 from lensjax import StateError
-from lensjax.execute import executable
+from lensjax.execute import checkpoint, executable
 from tests.execute.edges import close, data
 from tests.zoo import FAMILIES
 
@@ -196,7 +197,7 @@ def planned():
 
 def test_nothing_to_restore_says_what_there_is(tmp_path):
     step, state = planned()
-    with pytest.raises(StateError, match=r"no checkpoint to restore in .*: there is no complete one"):
+    with pytest.raises(StateError, match=r"no checkpoint to restore in .*: there is no such folder"):
         step.restore(tmp_path / "none")
     step.save(tmp_path, state, 4)
     with pytest.raises(StateError, match=r"no checkpoint 5 to restore in .*complete ones: 4"):
@@ -304,6 +305,56 @@ def test_a_narrower_type_is_not_cast_to_in_silence(tmp_path):
     narrow.save(tmp_path / "narrow", make(jnp.bfloat16), 1)
     narrow.wait()
     assert wide.restore(tmp_path / "narrow")["w"].dtype == jnp.float32
+
+
+KINDS = "bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 float8_e4m3fn float8_e5m2 bfloat16 float16 "
+KINDS += "float32 float64 complex64 complex128"
+
+
+@pytest.mark.parametrize("old", KINDS.split())
+def test_a_type_holds_another_where_its_extremes_come_back(old):
+    a = jnp.dtype(old)
+    if a.kind == "b":
+        values = np.array([0, 1], a)
+    elif jnp.issubdtype(a, np.integer):
+        values = np.array([jnp.iinfo(a).min, jnp.iinfo(a).max], a)
+    else:
+        part = jnp.finfo(a)
+        values = np.array([part.max, part.min, part.tiny, 1 + np.float64(part.eps)], a)
+        if jnp.issubdtype(a, np.complexfloating):
+            values = values * np.array(1j, a)
+    for new in KINDS.split():
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            there = values.astype(jnp.dtype(new))
+            back = there.astype(a)
+        kept = np.array_equal(back, values) and (a.kind == "b") == (there.dtype.kind == "b")
+        kept &= not jnp.issubdtype(a, np.integer) or (np.asarray(there) >= 0).tolist() == (values >= 0).tolist()
+        number = lambda t: jnp.issubdtype(t, np.inexact)
+        assert checkpoint._holds(old, new) == (kept and number(a) == number(there.dtype)), (old, new)
+
+
+def test_an_unsigned_counter_is_not_read_as_a_signed_one(tmp_path):
+    def counts(state, x):
+        return {"w": state["w"] - jax.grad(lambda w: ((x @ w) ** 2).mean())(state["w"]), "n": state["n"] + 1}
+
+    make = lambda dtype: {"w": jnp.full((16, 64), 0.1), "n": jnp.asarray(1, dtype)}
+    unsigned, signed = (lensjax.parallelize(counts, plan="fsdp") for _ in range(2))
+    unsigned.save(tmp_path, unsigned.init(lambda: make(jnp.uint32), batch=data()), 1)
+    unsigned.wait()
+    signed.plan_for(jax.eval_shape(lambda: make(jnp.int32)), data())
+    with pytest.raises(StateError, match=r"n is uint32\[\] in it and int32\[\] in the step's"):
+        signed.restore(tmp_path)
+
+
+def test_where_nothing_is_to_be_restored_from_is_said(tmp_path):
+    step, _ = planned_once()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, said in (("none", "there is no such folder"), ("file", "it is a file"), ("empty", "no complete one")):
+        with pytest.raises(StateError, match=said) as e:
+            step.restore(tmp_path / name)
+        assert "abstract_state" in e.value.hint
 
 
 def test_a_damaged_checkpoint_says_so(tmp_path):

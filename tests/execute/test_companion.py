@@ -268,3 +268,13 @@ def test_what_a_companion_has_not_is_its_steps():
     for plan in ("dp", "off"):
         with pytest.raises(PlanError, match="companion got 3 where a function"):
             lensjax.parallelize(train_step, plan=plan).companion(3)
+
+
+def test_an_evaluation_that_hands_on_a_weight_gives_nothing_up():
+    step, state = trained("fsdp")
+    seen = step.companion(lambda params, x: {"kernel": params["in"], "loss": (predict(params, x) ** 2).mean()})
+    seen(state["params"], data(8))
+    through = step.companion(lambda state, x: (state, predict(state["params"], x)))
+    through(state, data(8))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    assert np.isfinite(float(step(state, data())[1]))

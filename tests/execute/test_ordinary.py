@@ -42,6 +42,31 @@ def test_ordered_effects_are_refused_by_their_line(effect):
     assert not p.is_deleted()
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_callback_inside_a_loop_is_called_once_for_each_layer(remat):
+    seen = []
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w)
+        jax.debug.callback(lambda v: seen.append((v.shape, round(float(v.sum()), 3))), h)
+        return h, None
+
+    def loss(p, x):
+        return (jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, p)[0] ** 2).mean()
+
+    step, weights = sgd(loss), jnp.stack([jnp.eye(16) * (1 + i) for i in range(3)])
+    train = lensjax.parallelize(step, plan="fsdp")
+    found, losses = [], []
+    for run in (train, jax.jit(step)):
+        losses.append(run(weights, data())[1])
+        jax.effects_barrier()
+        found.append(sorted(seen))
+        seen.clear()
+    close(*losses)
+    assert found[0] == found[1] and len(found[0]) == (6 if remat else 3) and found[0][0][0] == (16, 16)
+
+
 # ---- precision and averages ----------------------------------------------------------------------------------------
 
 
@@ -150,6 +175,34 @@ def test_a_cell_that_is_run_again_plans_again():
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("donate", "ran"), [(True, True), (True, False), (False, True)])
+def test_what_is_not_finite_is_found_at_the_users_line(donate, ran):
+    """Also where JAX was asked to look only after the first call; the state that led there stays."""
+    step = sgd(lambda p, x: jnp.log(x @ p).mean())  # the line
+    train = lensjax.parallelize(step, plan="fsdp", donate=donate)
+    state, bad = train.init(weight, batch=data()), -abs(data())
+    if ran:
+        state, _ = train(state, abs(data()))
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="in log") as e:
+            train(state, bad)
+        state, loss = train(state, abs(data()))
+    lines = [entry.statement for entry in e.traceback if "test_ordinary" in str(entry.path)]
+    assert "# the line" in str(lines[-1]) and np.isfinite(float(loss))
+    assert len(train._ready) == 1  # nothing was compiled again
+
+
+def test_what_is_infinite_only_under_the_plan_is_said_so():
+    def other(p, x):  # finite when it runs operation by operation, as another order of sums may be
+        value, grad = jax.value_and_grad(squared)(p, x)
+        return p - grad, jnp.where(isinstance(x, jax.core.Tracer), jnp.inf, value)
+
+    train = lensjax.parallelize(other, plan="fsdp")
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="result 1 is not finite under the plan"):
+        train(weight(), data())
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_state_that_was_lost_to_a_failed_step_is_never_used_in_silence(donate):
     """The call gave the old state up, and what came after it failed before the new one had a name."""
@@ -168,3 +221,74 @@ def test_a_state_that_was_lost_to_a_failed_step_is_never_used_in_silence(donate)
         assert "donate=False" in e.value.hint
     else:
         assert np.isfinite(float(train(state, data())[1]))
+
+
+# ---- arrays and meshes from outside ---------------------------------------------------------------------------------
+
+
+def test_an_array_that_the_step_closes_over_may_be_given_up_afterwards():
+    """As under `jax.jit`: a step fixes it at its value. (Its buffer on the first device is not shared.)"""
+    scale = jnp.full((16, 64), 2.0)
+    step = sgd(lambda p, x: squared(p * scale, x))
+    train = lensjax.parallelize(step, plan="fsdp")
+    expected = step(weight(), data())
+    state, _ = train(weight(), data())
+    scale.delete()
+    close((state, train(weight(), data())[1]), expected)
+    with pytest.raises(StateError, match=r"closes over scale \(float32\[16, 64\]\), which was donated or deleted"):
+        train(state, data(32))  # which is traced anew
+
+
+def test_an_array_of_the_mesh_that_the_step_closes_over_and_another_gives_up_is_named():
+    frozen = lensjax.parallelize(sgd(squared), plan="dp").init(weight, batch=data())
+    train = lensjax.parallelize(sgd(lambda p, x: squared(p * frozen, x)), plan="dp")
+    state, _ = train(weight(), data())
+    frozen.delete()
+    with pytest.raises(StateError, match=r"closes over \(float32\[16, 64\]\) was donated or deleted after"):
+        train(state, data())
+    assert not state.is_deleted()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"a": 2, "b": 4}])
+def test_a_mesh_with_explicit_axes_around_the_step_is_refused_and_auto_axes_are_not(shape):
+    made = lambda kind: jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
+    train = lensjax.parallelize(sgd(squared), plan="fsdp")
+    explicit = made(jax.sharding.AxisType.Explicit)
+    for call in (lambda: train(weight(), data()), lambda: train.init(weight, batch=data())):
+        with jax.set_mesh(explicit), pytest.raises(PlanError, match="axes are Explicit") as e:
+            call()
+        assert "AxisType.Auto" in e.value.hint
+    with jax.set_mesh(made(jax.sharding.AxisType.Auto)):
+        state, _ = train(train.init(weight, batch=data()), data())
+    with jax.set_mesh(explicit), pytest.raises(PlanError, match="axes are Explicit"):
+        train(state, data())
+    assert not state.is_deleted() and np.isfinite(float(train(state, data())[1]))
+
+
+# ---- functions that cannot be taken ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_static_or_class_method_is_decorated_inside(kind):
+    with pytest.raises(PlanError, match=f"got a {kind.__name__}") as e:
+        lensjax.parallelize(plan="fsdp")(kind(sgd(squared)))
+    assert f"@{kind.__name__} above @parallelize" in e.value.hint
+    with pytest.raises(PlanError, match="got 3 where the step is expected"):
+        lensjax.parallelize(plan="fsdp")(3)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: {"w": weight(), "name": "run 1"}, "makes 'run 1' at name, which is not an array"),
+        (lambda: jax.eval_shape(weight), r"makes ShapeDtypeStruct\(.* at the top, which is not an array"),
+        (lambda: np.asarray(weight()), r"cannot be traced at .*test_ordinary\.py:\d+"),
+    ],
+    ids=["text", "shape", "numpy"],
+)
+def test_a_state_that_init_cannot_make_is_told_by_the_users_names(made, said):
+    train = lensjax.parallelize(lambda s, x: (jax.tree.map(lambda w: w - 0.1, s), x.sum()), plan="fsdp")
+    with pytest.raises(TraceError, match=said) as e:
+        train.init(made, batch=data())
+    assert "step.py" not in str(e.value) and "create" not in str(e.value)
