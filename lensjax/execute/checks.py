@@ -80,6 +80,8 @@ def advice(program: Program) -> list[str]:
             f"the step has {count} equations: tracing, planning and compiling grow with them. Put the repeated layers "
             "in a loop (jax.lax.scan, nn.scan, nnx.scan)"
         )
+    if program.batch.doubt:
+        notes.append(program.batch.doubt)
     for kernel in opaque(program.jaxpr):
         notes.append(
             f"{kernel} has no rule that says how it splits: every device computes it whole "

@@ -25,7 +25,8 @@ class Batch:
 
     `size`: N; `axes`: {argument index: dimension}; `dims`: {variable: dimensions whose size depends on N}, at every
     depth; `small`: the size of the second trace; `reason`: why there is none, and where `dims` come from then;
-    `second`: the program of the second trace, equation by equation the same.
+    `second`: the program of the second trace, equation by equation the same; `doubt`: what was tried before this batch
+    was found, where that may be the batch as well.
     """
 
     size: int
@@ -34,6 +35,7 @@ class Batch:
     small: int | None = None
     reason: str = ""
     second: Any = dataclasses.field(default=None, repr=False, compare=False)
+    doubt: str = ""
 
     def plain(self, var: Any) -> tuple[int, ...]:
         """Dimensions of `var` that are exactly the batch (not merged with another dimension)."""
@@ -75,7 +77,7 @@ def find_batch(
                 groups.setdefault(shape[axis], []).append(i)
         found = []
         for size, members in groups.items():
-            if all(i in unused for i in members):
+            if size == 0 or all(i in unused for i in members):
                 continue
             attempt = {i: axis for i in members}
             try:
@@ -87,7 +89,7 @@ def find_batch(
                 names = ", ".join(traced.call.paths[i] for i in members)
                 tried.append(f"  axis {axis}, size {size} ({names}): {e}")
         if len(found) == 1:
-            return found[0]
+            return dataclasses.replace(found[0], doubt=_doubt(traced, found[0], tried) if axis else "")
         if len(found) > 1:
             seen = "; ".join(f"{b.size} along axis {axis} of {_names(traced, b.axes)}" for b in found)
             raise BatchError(
@@ -95,11 +97,25 @@ def find_batch(
                 hint="name the batch: parallelize(batch_argnums=..., batch_axes=...), the positions of the batch "
                 "arguments and the batch dimension of their leaves (None for a leaf that has none)",
             )
+    hint = "name the batch: parallelize(batch_argnums=..., batch_axes=...)"
+    if not tried:
+        hint = "a step needs an argument with its batch: one that it draws from its state, draw outside and hand over"
     listed = "\n".join(tried) or "  no array argument is left that is not state or a key"
     raise BatchError(
-        f"no argument was found whose leading size the step leaves free; tried:\n{listed}",
-        hint="name the batch: parallelize(batch_argnums=..., batch_axes=...)",
-        code="no_batch",
+        f"no argument was found whose leading size the step leaves free; tried:\n{listed}", hint=hint, code="no_batch"
+    )
+
+
+def _doubt(traced: Traced, batch: Batch, tried: Sequence[str]) -> str:
+    """For a batch found along a later dimension: a step that keeps something for each example in its state, or is
+    written for one size, hides the first one."""
+    if not tried:
+        return ""
+    axis = next(iter(batch.axes.values()))
+    return (
+        f"dimension {axis} of {_names(traced, batch.axes)} is taken for the batch ({batch.size}), since the step "
+        f"leaves no leading size free; tried:\n{chr(10).join(tried)}\nif one of these is the batch, name it: "
+        "parallelize(batch_argnums=..., batch_axes=...)"
     )
 
 
@@ -108,8 +124,8 @@ def _told(fn: Callable, traced: Traced, axes: dict[int, int]) -> Batch:
     if len(sizes) != 1:
         raise BatchError(
             f"the batch arguments disagree on the batch size: {sorted(sizes)} ({_names(traced, axes)})",
-            hint="all batch leaves need the same size along their batch axis; give batch_axes a None for a leaf that "
-            "has no batch dimension",
+            hint="one size is split: name the arguments of that size alone, or give batch_axes a None for the leaves "
+            "of another; those are whole on every device",
         )
     size = sizes.pop()
     try:

@@ -5,7 +5,7 @@ Sets of arguments are Python integers used as bit sets: bit i stands for argumen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lensjax import _jax
@@ -97,8 +97,22 @@ def compute_arguments(jaxpr: Any, is_batch: Any) -> set[Any]:
     computation reads (weights, keys); what only the optimizer reads is not among them.
     """
     needed: set[Any] = set()
-    _needed(_jax.open_jaxpr(jaxpr), is_batch, needed)
+    _needed(_jax.open_jaxpr(jaxpr), lambda eqn: touches(eqn, is_batch), needed)
     return needed
+
+
+_MIXES = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather"})
+
+
+def mixed_arguments(jaxpr: Any, deps: Mapping[Any, int], batch: int) -> set[Any]:
+    """What `compute_arguments` finds, where no value that is computed with has a batch dimension: the step cuts pieces
+    of a fixed size out of its batch. Variables that do not depend on the arguments `batch` (a bit set), and reach a
+    matmul, convolution or lookup that does."""
+    needed: set[Any] = set()
+    depends = lambda a: is_var(a) and bool(deps.get(a, 0) & batch)
+    mixes = lambda eqn: eqn.primitive.name in _MIXES and any(map(depends, eqn.invars))
+    _needed(_jax.open_jaxpr(jaxpr), mixes, needed)
+    return {v for v in needed if not depends(v)}
 
 
 def touches(eqn: Any, is_batch: Callable[[Any], bool]) -> bool:
@@ -106,11 +120,11 @@ def touches(eqn: Any, is_batch: Callable[[Any], bool]) -> bool:
     return any(is_var(a) and is_batch(a) for a in (*eqn.invars, *eqn.outvars))
 
 
-def _needed(jaxpr: Any, is_batch: Any, needed: set[Any]) -> None:
+def _needed(jaxpr: Any, starts: Callable[[Any], bool], needed: set[Any]) -> None:
     for eqn in reversed(jaxpr.eqns):
         inner = list(body_operands(eqn))
         if not inner:
-            if touches(eqn, is_batch) or any(v in needed for v in eqn.outvars):
+            if starts(eqn) or any(v in needed for v in eqn.outvars):
                 needed.update(a for a in eqn.invars if is_var(a))
             continue
         carried = carried_pairs(eqn)
@@ -119,7 +133,7 @@ def _needed(jaxpr: Any, is_batch: Any, needed: set[Any]) -> None:
             for body, operands, results in inner:
                 body = _jax.open_jaxpr(body)
                 needed.update(a for a, r in zip(body.outvars, results) if is_var(a) and r is not None and r in needed)
-                _needed(body, is_batch, needed)
+                _needed(body, starts, needed)
                 needed.update(a for a, v in zip(operands, body.invars) if v in needed and is_var(a))
             for out, args in carried:
                 if any(v in needed for v in args):

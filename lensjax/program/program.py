@@ -23,7 +23,7 @@ from lensjax._collect import seldom_collected
 from lensjax._errors import BatchError
 from lensjax.program.batch import Batch, find_batch
 from lensjax.program.edit import bodies, is_var
-from lensjax.program.flow import compute_arguments, dependencies
+from lensjax.program.flow import compute_arguments, dependencies, mixed_arguments
 from lensjax.program.layers import Layer, find_layers, scanned_leading
 from lensjax.program.logical import Logical, logical_axes
 from lensjax.program.roles import Argument, Matches, added_to, is_key, match_state, raw_keys, tie
@@ -194,6 +194,9 @@ def _assemble(traced: Traced, batch: Batch, deps: dict[Any, int], matches: Match
     # Without a result of the same structure (a step that returns gradients only) a float argument that the
     # computation reads, and that is not the batch, is still a parameter.
     parameters = [i for i in range(count) if is_parameter(i)]
+    if not parameters:
+        needed = mixed_arguments(traced.jaxpr, deps, sum(1 << i for i in batch.axes))
+        parameters = [i for i in range(count) if is_parameter(i)]
     ties = tie(traced, state, parameters, deps)
     arguments = []
     for i, v in enumerate(inner.invars):

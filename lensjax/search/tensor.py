@@ -183,7 +183,8 @@ def tensor_axes(program: Program, ways: int) -> SplitAxes:
         else:
             reasons[axis] = f"a weight has it together with {program.logical.names[clash]!r}, which is better split"
     if not chosen:
-        listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items()) or "no matrix has an axis"
+        listed = "; ".join(f"{program.logical.names[a]}: {r}" for a, r in reasons.items())
+        listed = listed or "no weight with two dimensions was found"
         raise PlanError(f"no logical axis of the weights can be split in {ways}: {listed}")
     return SplitAxes(tuple(sorted(chosen)), reasons)
 
