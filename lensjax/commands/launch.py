@@ -23,6 +23,9 @@ _GLOO = "Expected number of connected peer ranks is"
 GRACE = 10.0  # seconds for the other processes to say why they cannot go on, once one is gone
 
 PATIENCE = 3  # signals: the first may start a checkpoint, the second may be meant; the third is
+# Seconds from a termination signal to the end, heeded or not. Schedulers give as many; and a process of several that
+# JAX runs does not end by itself: JAX takes the signal for a notice that a checkpoint is due.
+STOP = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,9 @@ def run(args: argparse.Namespace) -> Result:
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
-    with _Forward(children):  # before the first one starts: a signal may come as soon as there is something to see
+    with _Forward(
+        children
+    ) as told:  # before the first one starts: a signal may come as soon as there is something to see
         for rank in range(args.processes):
             try:
                 child = _start(args, rank, port)
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> Result:
             for pipe, stream in ((child.stdout, out), (child.stderr, sys.stderr)):
                 readers.append(threading.Thread(target=_label, args=(f"[{rank}] ", pipe, stream, lock), daemon=True))
                 readers[-1].start()
-        first = _wait(children)
+        first = _wait(children, told)
     for reader in readers:
         reader.join(timeout=5)
     statuses = [_status(c.returncode) for c in children]
@@ -108,17 +113,20 @@ def _label(label: str, pipe: IO[bytes], stream: Any, lock: threading.Lock) -> No
 
 
 class _Forward:
-    """While active, interrupt and termination signals go to all children; the third one ends them, heeded or not."""
+    """While active, interrupt and termination signals go to all children; the third one ends them, heeded or not, and
+    so does STOP seconds after a termination (`until`)."""
 
     def __init__(self, children: list[subprocess.Popen[bytes]]):
         self._children = children
         self._count = 0
+        self.until: float | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Forward:
         if threading.current_thread() is threading.main_thread():
             self._old = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         else:
             self._old = {}
+        return self
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._old.items():
@@ -126,6 +134,8 @@ class _Forward:
 
     def _pass_on(self, number: int, _: Any) -> None:
         self._count += 1
+        if number != signal.SIGINT and self.until is None:
+            self.until = time.monotonic() + STOP
         _signal(self._children, number if self._count < PATIENCE else signal.SIGKILL)
 
 
@@ -138,7 +148,7 @@ def _signal(children: list[subprocess.Popen[bytes]], number: int) -> None:
                 pass
 
 
-def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
+def _wait(children: list[subprocess.Popen[bytes]], told: _Forward) -> int | None:
     """Waits for all; once one has failed, ends the others after GRACE seconds. The first that failed, None where none
     did."""
     first: int | None = None
@@ -146,6 +156,8 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
     terminated = False
     while any(c.poll() is None for c in children):
         time.sleep(0.05)
+        if told.until is not None and time.monotonic() > told.until:
+            _signal(children, signal.SIGKILL)
         if first is None:
             first = next((i for i, c in enumerate(children) if c.poll() not in (None, 0)), None)
             since = time.monotonic()

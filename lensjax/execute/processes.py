@@ -124,33 +124,51 @@ def difference(said: Mapping[int, Mapping[str, Any]]) -> str:
     return ""
 
 
-def agree(what: str, facts: Mapping[str, Any], kind: type[LensjaxError] = ProcessError) -> None:
+def agree(
+    what: str, facts: Mapping[str, Any], kind: type[LensjaxError] = ProcessError, passed_by: str | None = None
+) -> None:
     """Returns when every process is here with the same facts. Raises `kind` on every process, naming the first
-    difference, when they differ, or ProcessError for who is missing. With one process it returns."""
-    if _jax.coordination() is not None and (told := difference(exchange({"next thing to do": what, **facts}))):
+    difference, when they differ, or ProcessError for who is missing. With one process it returns. `passed_by`: what it
+    means that another process, which saw nothing new, has made its batch and does not come here."""
+    if _jax.coordination() is None:
+        return
+    if told := difference(exchange({"next thing to do": what, **facts}, passed_by)):
         raise kind(told, hint="every process must run the same program, with the same options and files")
 
 
-def exchange(facts: Mapping[str, Any]) -> dict[int, Any]:
+def batch_made() -> None:
+    """Tells the others, with the next sign of life, that this process has made one more global batch."""
+    if _watchman:
+        _watchman[0].batches += 1
+
+
+def exchange(facts: Mapping[str, Any], passed_by: str | None = None) -> dict[int, Any]:
     """What every process said in this exchange, by process."""
     me, count = jax.process_index(), jax.process_count()
     place = f"lensjax/agree/{next(_calls)}"
     client = _jax.coordination()
     client.key_value_set(f"{place}/{me}", json.dumps(facts, default=str))
     missing = f"did not come to what process {me} does next ({facts.get('next thing to do', 'exchange')})"
-    return {p: json.loads(wait_for(f"{place}/{p}", p, missing)) for p in range(count)}
+    return {p: json.loads(wait_for(f"{place}/{p}", p, missing, passed_by)) for p in range(count)}
 
 
-def wait_for(key: str, process: int, missing: str) -> str:
-    """The value that `process` puts under a key. Raises ProcessError when it ended, is dead, or takes longer than
-    WORK."""
-    client, start = _jax.coordination(), time.monotonic()
+def wait_for(key: str, process: int, missing: str, passed_by: str | None = None) -> str:
+    """The value that `process` puts under a key. Raises ProcessError when it ended, is dead, takes longer than WORK,
+    or (where `passed_by` says what that means) has made a batch more than this one."""
+    client, start, left_behind = _jax.coordination(), time.monotonic(), False
     while True:
         try:
             return client.blocking_key_value_get(key, 1000)
         except Exception as e:  # the deadline of one second; anything else as well is tried again until ours
             silent = _watchman[0].silent(process) if _watchman else 0.0
             waited = time.monotonic() - start
+            if left_behind:
+                raise ProcessError(
+                    f"process {process} {passed_by}",
+                    hint="every process must bring a part of the same shape and type to each step",
+                ) from e
+            # Raised after one more look: it may have come between the last one and this line.
+            left_behind = passed_by is not None and bool(_watchman) and _watchman[0].ahead(process)
             dead = bool(_watchman) and silent > _watchman[0].dead
             ended = bool(_watchman) and process in _watchman[0].through and waited > 2
             if dead or ended or waited > WORK:

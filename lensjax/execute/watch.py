@@ -41,6 +41,8 @@ class Watchman:
         self._now = time.monotonic()  # of the last look, less these
         self._heard: dict[int, tuple[Any, float]] = {p: (0, self._now) for p in range(count)}
         self.through: set[int] = set()  # processes that ended well
+        self.batches = 0  # global batches that this process made of its own parts
+        self._batches: dict[int, int] = {}  # and the others, as of their last signs of life
         self._done = threading.Event()
         self._hook = sys.excepthook
         sys.excepthook = self._failed
@@ -51,6 +53,10 @@ class Watchman:
     def silent(self, process: int) -> float:
         """Seconds since a sign of life of another process, as of the last look."""
         return 0.0 if process == self._rank else self._now - self._heard[process][1]
+
+    def ahead(self, process: int) -> bool:
+        """Whether another process has made more global batches than this one: it waits here for nobody."""
+        return self._batches.get(process, 0) > self.batches
 
     def leave(self) -> None:
         """This process is through, and will not be missed; or it failed and somebody else's hook said so. It is
@@ -105,7 +111,7 @@ class Watchman:
         while not self._wait() and self._member():
             beat += 1
             try:
-                self._set("beat", str(beat))
+                self._set("beat", f"{beat} {self.batches}")
                 beats = self._read("beat")
                 failed, done = self._read("failed"), self._read("done")
                 self.through, lost = set(done), self._now
@@ -120,6 +126,7 @@ class Watchman:
             for p in range(self._count):
                 if beats.get(p) != self._heard[p][0]:
                     self._heard[p] = (beats.get(p), self._now)
+                    self._batches[p] = int(beats.get(p, "").partition(" ")[2] or 0)
                 if p in failed and p != self._rank:
                     self._leave_because(f"process {p} failed: {failed[p]}")
                 elif p not in done and self.silent(p) > self.dead:

@@ -134,10 +134,23 @@ def test_the_third_signal_ends_processes_that_heed_none(tmp_path):
     assert worker.wait(timeout=20) == 128 + signal.SIGKILL
 
 
+def test_a_termination_that_is_not_heeded_ends_processes_after_a_while(tmp_path):
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)\n"
+    )
+    patched = "import sys; from lensjax import cli; from lensjax.commands import launch; launch.STOP = 1.0; "
+    command = [sys.executable, "-c", patched + "sys.exit(cli.main(sys.argv[1:]))", "launch", "--processes", "1"]
+    worker = subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout.readline() == "[0] up\n"
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=20) == 128 + signal.SIGKILL
+
+
 def test_json_after_the_script_is_the_scripts(tmp_path):
     script = tmp_path / "args.py"
     script.write_text("import sys; print(sys.argv[1:])\n")
-    command = [sys.executable, "-m", "lensjax.cli", "launch", "--processes", "1", str(script), "--json"]
+    command = [sys.executable, "-m", "lensjax", "launch", "--processes", "1", str(script), "--json"]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "[0] ['--json']\n"
 
 

@@ -65,6 +65,8 @@ PROGRAM = textwrap.dedent("""
     if at("exits", where=[1]):
         sys.exit(3)
     for i in range(3):
+        if i == 1 and at("later size", "later type", where=[1]):
+            rows = rows[:3] if fault == "later size" else rows.astype(np.int32)
         state, loss = train(state, train.from_local(rows))
         loss.block_until_ready()
         if i == 1 and fault == "paused" and at("paused", where=[int(sys.argv[2])]):
@@ -115,6 +117,8 @@ def test_processes_that_agree(free_port, fault):
         ("program", "do not agree on the program of the step"),
         ("release", "do not agree on the lensjax: 0.1.0 in process 0; 0.0.7 in process 1"),
         ("batch", "do not agree on the shapes of its own part of the batch: [[4, 16]] in process 0; [[3, 16]]"),
+        ("later size", "process 0 goes on with batches as before, and process 1 brings another: float32[3,16]"),
+        ("later type", "process 0 goes on with batches as before, and process 1 brings another: int32[4,16]"),
     ],
 )
 def test_a_difference_is_an_error_on_every_process(free_port, fault, words):
