@@ -59,6 +59,7 @@ class Replay:
             f"  loss       largest relative difference {max(self.losses):.2e}  (step {np.argmax(self.losses) + 1})\n"
             f"  gradients  largest difference {max(self.gradients):.2e} of the largest gradient"
             f"  (step {np.argmax(self.gradients) + 1}, {self.worst_leaf})"
+            + ("\n  one device was compared with itself: there was no other" if jax.device_count() == 1 else "")
         )
 
 
