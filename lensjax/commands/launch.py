@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> Result:
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
-    with _Forward(
-        children
-    ) as told:  # before the first one starts: a signal may come as soon as there is something to see
+    # Before the first one starts: a signal may come as soon as there is something to see.
+    with _Forward(children) as told:
         for rank in range(args.processes):
             try:
                 child = _start(args, rank, port)

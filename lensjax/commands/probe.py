@@ -90,9 +90,7 @@ def _prepare(args: argparse.Namespace) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
         os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={args.emulate}"])
-    for path in (args.out, args.png):
-        if path and not Path(path).parent.is_dir():
-            raise UsageError(f"no folder {str(Path(path).parent)!r} to write {path!r} in")
+    check_writable(args.out)
     check_writable(args.png, PICTURES)
     if args.out and Path(args.out).suffix not in (".yaml", ".yml", ".json"):
         raise UsageError(f"--out {args.out!r}: a cluster file ends in .yaml or .json")

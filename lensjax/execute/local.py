@@ -34,7 +34,8 @@ def from_local(batch: Any, members: Sequence[tuple[Argument, Spec]], mesh: Any, 
     if kinds not in agreed:
         shapes = [shape for shape, _ in kinds]
         # The types too: where they differ, each process would trace a program of its own.
-        said = {"shapes of its own part of the batch": shapes, "types of its own part of the batch": kinds}
+        types = [dtype for _, dtype in kinds]
+        said = {"shapes of its own part of the batch": shapes, "types of its own part of the batch": types}
         mine = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kinds)
         passed_by = f"goes on with batches as before, and process {jax.process_index()} brings another: {mine}"
         agree("make a global batch", said, BatchError, passed_by)

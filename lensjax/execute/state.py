@@ -13,7 +13,7 @@ from lensjax.execute.nnx import give_back
 from lensjax.passes.shardings import named, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.program.trace import at_line, first_line, is_dynamic
+from lensjax.program.trace import NEEDS_A_VALUE, is_dynamic, no_array, untraceable
 
 
 def state_shardings(program: Program, plan: Plan, mesh: Any, state: Any) -> tuple[list[Any], Any]:
@@ -75,18 +75,13 @@ def made_shapes(create: Callable[..., Any], given: Sequence[Any], fn: Callable[.
         state = create(*given)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
             if not is_dynamic(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-                where = jax.tree_util.keystr(path, simple=True, separator="/") or "the top"
-                raise TraceError(
-                    f"{name} makes {leaf!r} at {where}, which is not an array",
-                    hint="a state holds arrays and numbers; keep the rest outside, or in static fields of its class",
-                )
+                hint = "a state holds arrays and numbers; keep the rest outside, or in static fields of its class"
+                raise no_array(f"{name} makes", leaf, jax.tree_util.keystr(path, simple=True, separator="/"), hint)
         return state
 
     try:
         return jax.eval_shape(checked, *given)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
-        raise TraceError(
-            f"{name} cannot be traced{at_line(e)}: {first_line(e)}",
-            hint="init traces it, so that the state is never whole on one device; a state that needs its values "
-            "(numpy, a file) is made without init, and goes to the first call of the step",
-        ) from e
+    except NEEDS_A_VALUE as e:
+        hint = "init traces it, so that the state is never whole on one device; a state that needs its values "
+        hint += "(numpy, a file) is made without init, and goes to the first call of the step"
+        raise untraceable(name, e, hint) from e

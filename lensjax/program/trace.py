@@ -31,6 +31,8 @@ _BARE = (
     "a PartitionSpec alone means nothing outside jax.set_mesh: leave it out and let the plan decide, or give a "
     "NamedSharding (a shard_map: mesh=) on a mesh with the plan's axes",
 )
+# What JAX raises where Python asks for a value that is only known when the step runs.
+NEEDS_A_VALUE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
 # What other libraries say (words in their errors, which have several types): what it means here, and what to do.
 _KNOWN = {
     "different trace level": (
@@ -247,25 +249,20 @@ def trace_call(fn: Callable, call: Call, avals: list[jax.ShapeDtypeStruct]) -> T
         box["paths"] = tuple(jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in with_path)
         for path, (_, leaf) in zip(box["paths"], with_path):
             if not is_dynamic(leaf):
-                raise TraceError(
-                    f"the step returns {leaf!r} at {path or 'the top'}, which is not an array",
-                    hint="return arrays and numbers only (jax.jit asks the same)",
-                )
+                raise no_array("the step returns", leaf, path, "return arrays and numbers only (jax.jit asks the same)")
         return [leaf for _, leaf in with_path]
 
     try:
         closed = jax.make_jaxpr(flat)(*avals)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as e:
-        raise TraceError(
-            f"the step cannot be traced{at_line(e)}: {first_line(e)}",
-            hint="a step must compute with arrays only: use jax.lax.cond or jnp.where instead of a Python branch on a "
-            "value, and pass Python settings as static arguments",
-        ) from e
+    except NEEDS_A_VALUE as e:
+        hint = "a step must compute with arrays only: use jax.lax.cond or jnp.where instead of a Python branch on a "
+        hint += "value, and pass Python settings as static arguments"
+        raise untraceable("the step", e, hint) from e
     except Exception as e:
         found = next((said for words, said in _KNOWN.items() if words in str(e)), None)
         if found is None:
             raise
-        raise TraceError(f"the step {found[0]}{at_line(e)}", hint=found[1]) from e
+        raise TraceError(f"the step {found[0]}{_at_line(e)}", hint=found[1]) from e
     if ordered := _jax.ordered_effects(closed):
         eqn = next((e for e in all_equations(inline(closed)) if ordered[0] in e.effects), None)
         where = f" at {_jax.user_line(eqn)}" if eqn is not None else ""
@@ -287,7 +284,17 @@ def _lift_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     return _jax.rebuild(closed, invars=[*inner.invars, *inner.constvars]), values
 
 
-def at_line(error: BaseException) -> str:
+def no_array(what: str, leaf: Any, path: str, hint: str) -> TraceError:
+    """For `what` ("the step returns") a leaf that is no array, at a path of the result."""
+    return TraceError(f"{what} {leaf!r} at {path or 'the top'}, which is not an array", hint=hint)
+
+
+def untraceable(what: str, error: BaseException, hint: str) -> TraceError:
+    """For one of NEEDS_A_VALUE, with the user's line."""
+    return TraceError(f"{what} cannot be traced{_at_line(error)}: {str(error).strip().splitlines()[0]}", hint=hint)
+
+
+def _at_line(error: BaseException) -> str:
     """` at file.py:12` of the innermost frame that is the user's own (not a library's)."""
     frames = [
         f
@@ -297,7 +304,3 @@ def at_line(error: BaseException) -> str:
     if not frames:
         return ""
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

@@ -17,10 +17,10 @@ from lensjax.program.program import analyze
 from lensjax.search.presets import preset
 from lensjax.verify import target_devices
 from lensjax.verify.collectives import collectives
-from lensjax.verify.devices import missing
 from lensjax.verify.hlo.parse import parse_hlo
 from lensjax.verify.traffic import sent_bytes
 from tests.closed_forms import CLUSTER, fsdp_bytes, mesh_on, split_and_whole
+from tests.gpu_compiler import needs_gpu_compiler
 
 DECODER = dict(dtype=jnp.float32, width=128, mlp=512, vocab=512, layers=4)
 
@@ -37,9 +37,6 @@ def compiled_traffic(plan, program, platform):
     for c in collectives(parse_hlo(text)).collectives:
         found[c.kind] += sent_bytes(c.kind, c.payload, c.members) * c.trips
     return found
-
-
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=f"no GPU compiler: {missing('cuda')}")
 
 
 @pytest.mark.few(1)

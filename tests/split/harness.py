@@ -31,6 +31,12 @@ def nodes(count: int, inside: int = 1, shares: int = 1) -> Plan:
     )
 
 
+def between_nodes(proof, width: int = 8) -> tuple[list, list]:
+    """Collectives of a compiled plan that leave a node of `width` devices; those of them that carry no codes."""
+    across = [c for c in proof.audit.found.collectives if len({int(g) // width for g in c.groups[0]}) > 1]
+    return across, [c for c in across if not set(c.dtypes) <= {"u8", "s8", "u16"}]
+
+
 def program(step, args, **options) -> Program:
     return analyze(step, args, **({"batch_argnums": 1} | options))
 

@@ -21,10 +21,10 @@ from lensjax.program.program import analyze
 from lensjax.search.choose import tier_names
 from lensjax.search.presets import preset
 from lensjax.topology import Cluster
-from lensjax.verify.devices import missing
 from tests.comm.wire import along, sent
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.split.harness import between_nodes
 
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
 MACHINE = "cpu:2x4"
 SLOW = "host"
 
@@ -259,8 +259,7 @@ def test_compiled_for_nodes_of_h100_only_codes_cross(nodes, inside, tmp_path, mo
     slow = plain.mesh.axes[0].tier  # the rails of two nodes; the spine of more than a scalable unit
     plan = price(program, plain.replace(reduce={slow: Reduce("int8")}), cluster)
     proof = prove(program, plan, cluster)
-    across = [c for c in proof.audit.found.collectives if len({int(g) // 8 for g in c.groups[0]}) > 1]
-    wide = [c for c in across if not set(c.dtypes) <= {"u8", "s8", "u16"}]
+    across, wide = between_nodes(proof)
     assert sum(c.payload for c in wide) <= 64, wide
     coded = [c.kind for c in across if "u8" in c.dtypes]  # XLA may join the gathers of codes and of bf16 into one
     assert coded.count("all-to-all") == coded.count("all-gather") == 1

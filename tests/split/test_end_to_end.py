@@ -16,12 +16,10 @@ from lensjax.program.program import analyze
 from lensjax.search.choose import tier_names
 from lensjax.search.presets import preset
 from lensjax.topology.cluster import Cluster
-from lensjax.verify.devices import missing
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.same_numbers import difference
 from tests.split.harness import micro, nodes, plain, run
 from tests.zoo import FAMILIES
-
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
 
 
 def step(params, batch):

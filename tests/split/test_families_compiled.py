@@ -12,11 +12,11 @@ import pytest
 
 import lensjax
 from lensjax.topology import Cluster
-from lensjax.verify.devices import missing
 from lensjax.verify.proof import prove
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.split.harness import between_nodes
 from tests.zoo import FAMILIES
 
-CODES = {"u8", "s8", "u16"}
 # Whose examples cannot be told apart, and the word of the reason.
 WHOLE = {
     "graph_segment_sum": "a lookup of particular examples",
@@ -27,7 +27,7 @@ WHOLE = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
+@needs_gpu_compiler
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_but_codes_and_early_totals_crosses(name, tmp_path, monkeypatch):
     monkeypatch.setenv("LENSJAX_CACHE", str(tmp_path))
@@ -43,8 +43,7 @@ def test_nothing_but_codes_and_early_totals_crosses(name, tmp_path, monkeypatch)
         return
     assert plan.reduce["rail"].codec == "int8"
     proof = prove(step.program, plan, cluster)
-    across = [c for c in proof.audit.found.collectives if len({int(g) // 8 for g in c.groups[0]}) > 1]
-    wide = [c for c in across if not set(c.dtypes) <= CODES]
+    _, wide = between_nodes(proof)
     # Exact are: what is no gradient (the loss, metrics), and the totals that a share needs while it is at work (a
     # batch norm's), once for the share and once where a result shows them.
     early = sum(c.bytes for c in step.program.split.cuts if c.early)

@@ -11,11 +11,10 @@ from lensjax.topology.cluster import Cluster
 from lensjax.verify import cache
 from lensjax.verify.aot import compile_for, parse_flags
 from lensjax.verify.artifact import Artifact
-from lensjax.verify.devices import missing
 from lensjax.verify.hlo import parse_hlo
 from lensjax.verify.memory import peak
+from tests.gpu_compiler import needs_gpu_compiler
 
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
 BIG = 512 * 1024
 
 

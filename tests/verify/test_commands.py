@@ -5,9 +5,7 @@ import json
 import pytest
 
 from lensjax.cli import main
-from lensjax.verify.devices import missing
-
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
+from tests.gpu_compiler import needs_gpu_compiler
 
 STEP = """
 import jax, jax.numpy as jnp, numpy as np

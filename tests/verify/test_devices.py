@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lensjax._errors import ClusterError, CompileError
-from lensjax.verify.devices import Layout, compile_only, gpu_names, missing, target
-
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
+from lensjax.verify.devices import Layout, compile_only, gpu_names, target
+from tests.gpu_compiler import needs_gpu_compiler
 
 
 def test_unknown_device_names_the_known_ones():

@@ -6,11 +6,10 @@ import linecache
 import pytest
 
 from lensjax.topology.cluster import Cluster
-from lensjax.verify.devices import missing
 from lensjax.verify.lint import lint
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.verify.faults import CLEAN, FAULTS, VARIANTS
 
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
 FAST = ("unconstrained carry",)  # compiled in every run; the others when asked for
 
 

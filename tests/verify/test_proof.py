@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import lensjax
-from lensjax.verify.devices import missing
-
-needs_gpu_compiler = pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "present")
+from tests.gpu_compiler import needs_gpu_compiler
 
 
 @pytest.fixture(autouse=True)

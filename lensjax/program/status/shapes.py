@@ -179,10 +179,10 @@ def tile(an: Interpreter, op: Op, ins: list[Status]) -> Status:
     if s.kind == "Z":
         return s
     d = op.outs[0][0]
-    period, repeats = shape_of(op.invars[0])[d], shape_of(op.outvars[0])[d] // shape_of(op.invars[0])[d]
-    if period > 1 and repeats % an.full:
+    period, length = shape_of(op.invars[0])[d], shape_of(op.outvars[0])[d]
+    if period > 1 and length // period % an.full:
         raise op.refuse("a pattern repeated along the batch, not a whole number of times for an example")
-    return part(d, None if period == 1 else period * repeats // an.full, an.total(op, 0, s).deps)
+    return part(d, None if period == 1 else length // an.full, an.total(op, 0, s).deps)
 
 
 def iota(an: Interpreter, op: Op, ins: list[Status]) -> Status:
