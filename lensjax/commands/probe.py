@@ -90,10 +90,8 @@ def _prepare(args: argparse.Namespace) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
         os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={args.emulate}"])
-    check_writable(args.out)
+    check_writable(args.out, (".yaml", ".yml", ".json"), "cluster")
     check_writable(args.png, PICTURES)
-    if args.out and Path(args.out).suffix not in (".yaml", ".yml", ".json"):
-        raise UsageError(f"--out {args.out!r}: a cluster file ends in .yaml or .json")
     together = (args.coordinator, args.processes, args.process)
     if any(v is not None for v in together):
         if any(v is None for v in together):

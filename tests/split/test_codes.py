@@ -194,6 +194,23 @@ def test_a_non_finite_gradient_is_seen_everywhere_and_leaves_the_memory_alone():
         np.testing.assert_array_equal(before[k], np.asarray(v))
 
 
+def test_a_step_that_jax_was_asked_to_stop_at_puts_the_memory_back():
+    """jax_debug_nans: state and hidden state are what they were before the call, and training goes on."""
+    made, state = under("int4"), init(jax.random.key(0))
+    state, _ = made(state, batch(0))
+    before = {k: np.asarray(v) for k, v in made.extra.items()}
+    bad = batch(1)
+    bad["x"] = bad["x"].at[3, 5].set(jnp.nan)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            made(state, bad)
+    assert any(np.abs(v).max() > 0 for v in before.values())
+    for k, v in made.extra.items():
+        np.testing.assert_array_equal(before[k], np.asarray(v))
+    _, metrics = made(state, batch(2))
+    assert np.isfinite(metrics["loss"])
+
+
 def test_what_cannot_be_meant_is_refused_by_its_field():
     state = init(jax.random.key(0))
     for reduce, words in [
