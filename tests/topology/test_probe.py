@@ -109,7 +109,7 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--out", "c.txt"], "yaml or .json"),
+        (["--out", "c.txt"], ".yaml or .yml or .json"),
         (["--out", "/nowhere/at/all/c.yaml"], "no folder"),
         (["--processes", "2"], "--coordinator"),
         (["--emulate", "0"], "--emulate 0"),
