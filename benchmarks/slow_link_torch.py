@@ -81,7 +81,7 @@ def main() -> None:
         optimizer.step()
         return loss.item()
 
-    serve(step, list(METHODS))
+    serve(step, dict.fromkeys(METHODS))
 
 
 main()
