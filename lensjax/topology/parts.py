@@ -1,0 +1,49 @@
+"""Equal parts of a cluster, as clusters of their own, and the tier that joins neighbouring parts.
+
+Device ids count through the slots, so part s of devices n is ids s*n .. s*n + n - 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from lensjax._errors import ClusterError
+from lensjax.topology.cluster import Cluster, Tier
+
+
+def part(cluster: Cluster, count: int) -> Cluster:
+    """One of `count` equal parts: whole groups of the tiers that it holds, and a piece of the next.
+
+    Raises ClusterError where the parts are not all alike: a cluster with something missing, slow, different or moved,
+    devices that do not divide, groups that would be cut unevenly, and pieces of a torus or mesh (their links are not
+    those of a smaller one).
+    """
+    if count == 1:
+        return cluster
+    if not cluster.regular or cluster.order is not None:
+        raise ClusterError(f"the parts of {cluster.name!r} are not alike", hint="give a cluster whose nodes are equal")
+    if count < 1 or cluster.devices % count:
+        raise ClusterError(f"{cluster.devices} devices of {cluster.name!r} cannot be cut into {count} equal parts")
+    size = cluster.devices // count
+    held = [t for t in cluster.tiers if t.size <= size]
+    cut = next((t for t in cluster.tiers if t.size > size), None)
+    if cut is not None and (not held or held[-1].size < size):
+        if cut.kind != "switch":
+            raise ClusterError(f"{size} devices are a piece of the {cut.kind} {cut.name!r}: its links are another's")
+        if cut.size % size or (held and size % held[-1].size):
+            raise ClusterError(f"{size} devices are no even piece of {cut.name!r} ({cut.size} devices)")
+        held.append(dataclasses.replace(cut, size=size, nic_sharing=min(cut.nic_sharing, size)))
+    return dataclasses.replace(cluster, name=f"1/{count} of {cluster.name}", tiers=tuple(held))
+
+
+def joints(cluster: Cluster, count: int) -> tuple[Tier, ...]:
+    """The tiers that join each part with the next, count - 1 of them: device i of one with device i of the other."""
+    size = cluster.devices // count
+    first = np.arange(size)
+    found = []
+    for s in range(count - 1):
+        pairs = np.stack([s * size + first, (s + 1) * size + first], axis=-1)
+        found.append(cluster.tiers[int(cluster.tier_of(pairs).max())])
+    return tuple(found)
