@@ -75,6 +75,7 @@ class Pricing:
         self.problem = problem
         self.stages = Stages(problem)
         self.units, self.seconds = self.stages.line.units()
+        self._sizes: dict[int, tuple[int, ...]] = {}
 
     def counts(self) -> list[int]:
         """Numbers of stages that the step and the cluster allow, one among them."""
@@ -90,9 +91,25 @@ class Pricing:
         return True
 
     def floor(self, count: int, micro: int) -> float:
-        """Seconds that no pipeline of so many stages undercuts: all kernels shared out evenly, and the bubble."""
-        each = float(self.seconds.sum()) / self.problem.cluster.devices
-        return each * (micro + count - 1) / micro
+        """Seconds that no pipeline of so many stages undercuts: its kernels without what they send, and the bubble."""
+        whole = float(self.seconds.sum()) * count / self.problem.cluster.devices / micro
+        return whole * self._slots(count, micro)
+
+    def estimate(self, count: int, micro: int) -> float:
+        """About the seconds of a pipeline whose stages all have one mesh and send nothing: what the whole step takes on
+        a part, shared out."""
+        return self.stages.whole(Run(count, micro)) * self._slots(count, micro)
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """Units of each stage."""
+        if count not in self._sizes:
+            self._sizes[count] = partition(list(self.seconds), count)
+        return self._sizes[count]
+
+    def _slots(self, count: int, micro: int) -> float:
+        """Seconds of a step for each second that a micro-batch takes in all stages together."""
+        slowest = max(self.stages.line.seconds[a:b].sum() for a, b in self.spans(self.sizes(count)))
+        return 1 + (micro - 1) * float(slowest / self.seconds.sum())
 
     def spans(self, sizes: Sequence[int]) -> list[Span]:
         """The slots of stages with so many units."""
@@ -102,16 +119,20 @@ class Pricing:
             at += n
         return out
 
-    def price(self, count: int, micro: int, memory: float = math.inf) -> Pipelined | None:
+    def price(
+        self, count: int, micro: int, memory: float = math.inf, beat: float = math.inf
+    ) -> Pipelined | None:
         """The pipeline of `count` stages and `micro` micro-batches, each stage with its best plan that holds at most
-        `memory` bytes; None where a stage has none."""
-        sizes = partition(list(self.seconds), count)
+        `memory` bytes; None where a stage has none, or where the step takes `beat` seconds for certain."""
+        sizes = self.sizes(count)
         placed = []
         for s, span in enumerate(self.spans(sizes)):
             found = self.stages.best(span, Run(count, micro, in_flight(s, count, micro)), memory)
             if found is None:
                 return None
             placed.append(found)
+            if sum(p.micro_s for p in placed) + (micro - 1) * max(p.micro_s for p in placed) >= beat:
+                return None
         sends = self._sends(sizes, placed, micro)
         times = [p.micro_s for p in placed]
         shared = self._shared(sizes)
@@ -154,3 +175,20 @@ class Pricing:
     def _ends(self, sizes: Sequence[int]) -> tuple[Span, Span]:
         spans = self.spans(sizes)
         return spans[0], spans[-1]
+
+
+def scaled(p: Pipelined, seconds: float, bytes_: float) -> Pipelined:
+    """The same pipeline with all its seconds and bytes times a factor."""
+    stages = tuple(
+        dataclasses.replace(
+            s, micro_s=s.micro_s * seconds, once_s=s.once_s * seconds, bytes=s.bytes * bytes_
+        )
+        for s in p.stages
+    )
+    return dataclasses.replace(
+        p,
+        stages=stages,
+        sends=tuple(s * seconds for s in p.sends),
+        step_s=p.step_s * seconds,
+        peak_bytes=p.peak_bytes * bytes_,
+    )

@@ -2,7 +2,8 @@
 
 A stage goes through `micro` micro-batches one after the other. With more than one its parameters are whole along the
 axes that split the batch (state and gradients may be split: ZeRO-1), as in Megatron-LM's and Alpa's pipelines: weights
-that are gathered would cross the network with every micro-batch.
+that are gathered would cross the network with every micro-batch. Of the meshes of a part those are looked at that
+are fastest, or hold least, for the step as a whole.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from lensjax.search.space import Shape, shapes
 from lensjax.search.stage import Stage, cut, key_of, saved
 from lensjax.search.tables import Tables
 from lensjax.topology.parts import part
+
+
+# Of the meshes of a part that split the batch in as many ways: so many of the fastest for the whole step, and so many of
+# those that hold least.
+FASTEST, SMALLEST = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +96,14 @@ class Stages:
             default=math.inf,
         )
 
+    def whole(self, run: Run) -> float:
+        """Seconds that the whole step's kernels and what is sent between them take a micro-batch on one part, at least;
+        infinite where the batch does not divide."""
+        p = self.problem
+        model = Model(p.program, p.tables, self._link(run.parts), run.micro, piece=True)
+        model._laid = p.model._laid
+        return min((model.floor(s.pattern, s.sizes) - model.once for s in self._fitting(run)), default=math.inf)
+
     # ---- the search of one stage --------------------------------------------------------------------------------
 
     def _search(self, span: Span, run: Run, memory: float) -> tuple[float, Solution] | None:
@@ -121,11 +135,7 @@ class Stages:
             own = self._cut(span)
             model = Model(own.stage.program, own.tables, self._link(run.parts), run.micro, piece=True)
             model._laid = self._laid.setdefault(kind, model._laid)  # rules lay alike on every mesh
-            examples = self.problem.program.batch.size
-            fitting = [
-                s for s in self._meshes(run.parts) if examples % (s.ways("data", "expert") * run.micro) == 0
-            ]
-            floors = [(model.floor(s.pattern, s.sizes) - model.once, s) for s in fitting]
+            floors = [(model.floor(s.pattern, s.sizes) - model.once, s) for s in self._fitting(run)]
             self._ordered[key] = model, sorted(floors, key=lambda x: x[0])
         return self._ordered[key]
 
@@ -174,10 +184,24 @@ class Stages:
             self._cuts[key] = _Cut(stage, t, saved(stage, t))
         return self._cuts[key]
 
+    def _fitting(self, run: Run) -> list[Shape]:
+        examples = self.problem.program.batch.size
+        return [s for s in self._meshes(run.parts) if examples % (s.ways("data", "expert") * run.micro) == 0]
+
     def _meshes(self, parts: int) -> tuple[Shape, ...]:
         if parts not in self._shapes:
             p = self.problem
-            self._shapes[parts] = tuple(shapes(p.program, p.axes, p.cluster.devices // parts))
+            model = Model(p.program, p.tables, self._link(parts))
+            model._laid = p.model._laid
+            ways: dict[int, list[Shape]] = {}
+            for s in shapes(p.program, p.axes, p.cluster.devices // parts):
+                ways.setdefault(s.ways("data", "expert"), []).append(s)
+            found: dict[Shape, None] = {}
+            for alike in ways.values():
+                for key, most in ((model.floor, FASTEST), (model.least, SMALLEST)):
+                    best = sorted(alike, key=lambda s: key(s.pattern, s.sizes))[:most]  # noqa: B023
+                    found.update(dict.fromkeys(best))
+            self._shapes[parts] = tuple(found)
         return self._shapes[parts]
 
     def _link(self, parts: int) -> Links:
