@@ -85,11 +85,27 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "plan": choice.plan.to_dict(),
         "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
         "presets": [_row(c, choice.memory) for c in choice.candidates if not c.searched],
+        "pipelines": [_pipelined(p, choice) for p in choice.pipelines],
         "proposals": [_row(c, choice.memory) for c in choice.candidates if c.searched],
         "gap": choice.gap,
         "bound_s": choice.bound,
         "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
         "seconds": seconds,
+    }
+
+
+def _pipelined(p: Any, choice: Any) -> dict[str, Any]:
+    return {
+        "stages": p.pipeline.stages,
+        "schedule": p.pipeline.schedule,
+        "sizes": p.pipeline.sizes,
+        "devices": p.devices,
+        "micro": p.micro,
+        "step_s": p.step_s,
+        "gain": choice.plan.predicted.step_s / p.step_s - 1,
+        "bubble": p.bubble,
+        "peak_bytes": float(p.peak_bytes),
+        "meshes": [s.mesh for s in p.stages],
     }
 
 

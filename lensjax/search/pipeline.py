@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 
 from lensjax._errors import ClusterError
+from lensjax._units import duration, size
 from lensjax.plan.plan import Pipeline
 from lensjax.search.cuts import partition
 from lensjax.search.line import Span
@@ -46,6 +47,13 @@ class Pipelined:
     step_s: float
     peak_bytes: float
     bubble: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pipeline.stages} stages x {self.devices} device{'s' if self.devices > 1 else ''}, "
+            f"{self.micro} micro-batches, {self.pipeline.schedule}: {duration(self.step_s)} per step, "
+            f"bubble {self.bubble:.0%}, peak {size(self.peak_bytes)} per device"
+        )
 
 
 def step_seconds(micro: Sequence[float], sends: Sequence[float], once: Sequence[float], count: int) -> float:
@@ -151,10 +159,10 @@ class Pricing:
     def _sends(self, sizes: Sequence[int], placed: Sequence[Placed], micro: int) -> tuple[float, ...]:
         """Seconds of one send across each boundary: every device sends its part to the one in its place."""
         found = []
-        tiers = joints(self.problem.cluster, len(sizes))
-        for span, tier, a, b in zip(self.spans(sizes)[1:], tiers, placed, placed[1:]):
+        links = joints(self.problem.cluster, len(sizes))
+        for span, (latency, bandwidth), a, b in zip(self.spans(sizes)[1:], links, placed, placed[1:]):
             nbytes = self.stages.line.crossing[span[0]] / micro / min(a.ways, b.ways)
-            found.append(tier.latency + nbytes / tier.usable)
+            found.append(latency + nbytes / bandwidth)
         return tuple(found)
 
     def _shared(self, sizes: Sequence[int]) -> float:
@@ -169,8 +177,8 @@ class Pricing:
         ]
         stacked = {self.problem.program.arguments[i].path for x in self.problem.program.layers for i in x.parameters}
         both = sum(n for path, n in names[0].items() if path in names[1] and path not in stacked)
-        tier = self.problem.cluster.tiers[-1]
-        return 2 * (tier.latency + both * count / self.problem.cluster.devices / tier.usable) if both else 0.0
+        latency, bandwidth = joints(self.problem.cluster, count)[-1]
+        return 2 * (latency + both * count / self.problem.cluster.devices / bandwidth) if both else 0.0
 
     def _ends(self, sizes: Sequence[int]) -> tuple[Span, Span]:
         spans = self.spans(sizes)

@@ -10,15 +10,15 @@ import dataclasses
 import numpy as np
 
 from lensjax._errors import ClusterError
-from lensjax.topology.cluster import Cluster, Tier
+from lensjax.topology.cluster import Cluster
 
 
 def part(cluster: Cluster, count: int) -> Cluster:
     """One of `count` equal parts: whole groups of the tiers that it holds, and a piece of the next.
 
     Raises ClusterError where the parts are not all alike: a cluster with something missing, slow, different or moved,
-    devices that do not divide, groups that would be cut unevenly, and pieces of a torus or mesh (their links are not
-    those of a smaller one).
+    devices that do not divide, groups that would be cut unevenly, and pieces of a torus (its links are not those of a
+    smaller one). A piece of a mesh has the links among its own devices.
     """
     if count == 1:
         return cluster
@@ -30,20 +30,25 @@ def part(cluster: Cluster, count: int) -> Cluster:
     held = [t for t in cluster.tiers if t.size <= size]
     cut = next((t for t in cluster.tiers if t.size > size), None)
     if cut is not None and (not held or held[-1].size < size):
-        if cut.kind != "switch":
-            raise ClusterError(f"{size} devices are a piece of the {cut.kind} {cut.name!r}: its links are another's")
+        if cut.kind == "torus":
+            raise ClusterError(f"{size} devices are a piece of the torus {cut.name!r}: its links are another's")
         if cut.size % size or (held and size % held[-1].size):
             raise ClusterError(f"{size} devices are no even piece of {cut.name!r} ({cut.size} devices)")
-        held.append(dataclasses.replace(cut, size=size, nic_sharing=min(cut.nic_sharing, size)))
+        bandwidth = cut.bandwidth * max(1, size - 1) / (cut.size - 1) if cut.kind == "mesh" else cut.bandwidth
+        held.append(
+            dataclasses.replace(cut, size=size, nic_sharing=min(cut.nic_sharing, size), bandwidth=bandwidth)
+        )
     return dataclasses.replace(cluster, name=f"1/{count} of {cluster.name}", tiers=tuple(held))
 
 
-def joints(cluster: Cluster, count: int) -> tuple[Tier, ...]:
-    """The tiers that join each part with the next, count - 1 of them: device i of one with device i of the other."""
+def joints(cluster: Cluster, count: int) -> tuple[tuple[float, float], ...]:
+    """(latency, bytes/s) between each part and the next, count - 1 of them, while every device i of one sends to device
+    i of the other: over the tier that joins them, in a mesh over the one link between the two."""
     size = cluster.devices // count
     first = np.arange(size)
     found = []
     for s in range(count - 1):
         pairs = np.stack([s * size + first, (s + 1) * size + first], axis=-1)
-        found.append(cluster.tiers[int(cluster.tier_of(pairs).max())])
+        tier = cluster.tiers[int(cluster.tier_of(pairs).max())]
+        found.append((tier.latency, tier.usable / (tier.size - 1) if tier.kind == "mesh" else tier.usable))
     return tuple(found)
