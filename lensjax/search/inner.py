@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,6 +58,15 @@ class Case:
         work = sum((o[i].work for o, i in zip(self.options, chosen)), np.zeros(len(self.kernels)))
         waited = sum(self.waited(o[i]) for o, i in zip(self.options, chosen))
         return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum() + waited)
+
+    def piece(self, chosen: Sequence[int], idle: float) -> float:
+        """Seconds of a piece of the batch that others follow: without what is done once. `idle`: kernel seconds that
+        are not a piece's."""
+        picked = [o[i] for o, i in zip(self.options, chosen)]
+        pulled = sum((o.pulled for o in picked), np.zeros(len(self.kernels)))
+        waited = float((self.waits * sum((o.pulled_squares for o in picked), np.zeros(len(self.kernels)))).sum())
+        own = self.blocking + np.maximum(self.kernels, pulled) + EXPOSED * pulled
+        return float(own.sum()) + waited - idle
 
     def waited(self, option: Option) -> float:
         """Seconds that blocking calls wait for what an option sends."""

@@ -21,12 +21,15 @@ from lensjax.partition.data import Node
 from lensjax.partition.fusion import KERNELS, captured
 from lensjax.partition.whole import Whole
 from lensjax.program.program import Program
-from lensjax.search.sums import MATMULS, MOVED
+from lensjax.search.sums import MATMULS
 from lensjax.search.tables import PASSING, Tables
 
 Span = tuple[int, int]
 # A piece that takes less than this part of the longest one is no stage of its own (an embedding, a final norm).
 SMALL = 0.05
+# What holds less than this part of the largest activation (positions, masks) goes along with the one tensor that stages
+# hand over.
+LIGHT = 0.005
 _SLICES = ("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice")
 
 
@@ -241,13 +244,14 @@ class _Liner:
                 # A loop replaces what it carries (the same bytes, trip after trip) and reads the rest in every trip.
                 last[v] = max(last[v], span[1] - 1 if i in self.loops or v in carried else span[0])
         count, bytes_ = np.zeros(length + 2, int), np.zeros(length + 2)
+        heaviest = max((self.values[v].bytes for v in last if self.active(v)), default=0.0)
         for v, end in last.items():
             span = self.spans[self.made[v]] if v in self.made and self.made[v] < turn else None
             if span is None or v in self.stacks or not self.active(v) or end < span[1]:
                 continue
             bytes_[span[1]] += self.values[v].bytes
             bytes_[end + 1] -= self.values[v].bytes
-            if self.values[v].bytes >= MOVED:
+            if self.values[v].bytes >= LIGHT * heaviest:
                 count[span[1]] += 1
                 count[end + 1] -= 1
         count, bytes_ = np.cumsum(count), np.cumsum(bytes_)
@@ -257,7 +261,21 @@ class _Liner:
             default=0,
         )
         inside = {c for i in self.loops if i < turn for c in range(self.spans[i][0] + 1, self.spans[i][1])}  # type: ignore[index]
-        return {c: float(bytes_[c]) for c in range(1, end) if count[c] == 1 or c in inside}
+        apart = self._recomputed(turn)
+        return {c: float(bytes_[c]) for c in range(1, end) if (count[c] == 1 or c in inside) and c not in apart}
+
+    def _recomputed(self, turn: int) -> set[int]:
+        """Slots inside of a stretch that is recomputed as one: its whole backward stands at its first slot, and so
+        must its weights."""
+        forward: dict[int, int] = {}  # parameter -> the first slot that reads it, forward and backward
+        backward: dict[int, int] = {}
+        for i, span in enumerate(self.spans):
+            if span is None or i in self.loops:
+                continue
+            first = forward if i < turn else backward
+            for v in self.reads[i] & self.parameter.keys():
+                first[self.parameter[v]] = min(first.get(self.parameter[v], span[0]), span[0])
+        return {c for p in forward for c in range(backward.get(p, forward[p]) + 1, forward[p] + 1)}
 
 
 def _multiplied(node: Node) -> set[int]:

@@ -4,11 +4,11 @@ Stage s of S runs on part s of S equal parts of the cluster; micro-batches go th
 one forward and one backward at a time (1F1B, PipeDream-flush). From Narayanan et al. 2021 (SC '21, arXiv:2104.04473,
 section 2.2), for stages that need not be equal:
 
-    step = sum of t_s + 2 * sum of p_b + (m - 1) * max(t_s, 2 p_b) + max of u_s
+    step = sum of t_s + 2 * sum of p_b + (m - 1) * max(t_s, p_b) + max of u_s
     held by stage s = state + accumulated gradients + one micro-batch at work + (min(m, S - s) - 1) * what one keeps
 
-t_s is a micro-batch's forward and backward in stage s, p_b what crosses from part b to the next (sent once forward and
-once backward, beside the work of other micro-batches), u_s what a stage does once after its last micro-batch: the part
+t_s is a micro-batch's forward and backward in stage s, p_b what crosses from part b to the next (activations one way,
+their gradients the other, at the same time and beside the work of other micro-batches), u_s what a stage does once after its last micro-batch: the part
 of the gradients' reduction that the last backward does not hide, and the optimizer. For equal stages and no sends the
 first and third terms are (m - 1 + S) t: a bubble of (S - 1) / m of the work, as in that section. One stage and one
 micro-batch are the inner model's own price.
@@ -73,7 +73,7 @@ def in_flight(stage: int, stages: int, count: int) -> int:
 
 
 def _period(micro: Sequence[float], sends: Sequence[float]) -> float:
-    return max((*micro, *(2 * s for s in sends)))
+    return max((*micro, *sends))
 
 
 class Pricing:

@@ -20,7 +20,7 @@ from lensjax.search.reading import solution_of
 GAIN = 0.01
 # By how much stages with meshes of their own may undercut the estimate that they are left out by.
 SLACK = 0.01
-# Micro-batches are tried in powers of two of the number of stages, and no more stages than this.
+# No more stages are tried.
 MOST_STAGES = 64
 
 
@@ -94,12 +94,9 @@ def best_of(pricing: Pricing, stages: int, scale: Scale = Scale(), beat: float =
 
 
 def _micro_batches(problem: Problem, stages: int) -> list[int]:
-    """Numbers of micro-batches that fill a pipeline: powers of two times the stages (or of one, where the batch does
-    not divide so), as many as there are examples at most."""
+    """Numbers of micro-batches that fill a pipeline: the stages, or one, times a power of two, and those that leave a
+    power of two of examples in each."""
     size = problem.program.batch.size
-    for unit in (stages, 1):
-        counts = [unit * 2**i for i in range(int(math.log2(size // unit)) + 1)] if size >= unit else []
-        counts = [m for m in counts if m >= stages and size % m == 0]
-        if counts:
-            return counts
-    return []
+    powers = [2**i for i in range(size.bit_length())]
+    counts = {*(stages * p for p in powers), *powers, *(size // p for p in powers if size % p == 0)}
+    return sorted(m for m in counts if stages <= m <= size and size % m == 0)

@@ -1,15 +1,17 @@
 """Stages with the best plan of each: the inner search of a stage on its part of the cluster.
 
-A stage goes through `micro` micro-batches one after the other. With more than one its parameters are whole along the
-axes that split the batch (state and gradients may be split: ZeRO-1), as in Megatron-LM's and Alpa's pipelines: weights
-that are gathered would cross the network with every micro-batch. Of the meshes of a part those are looked at that
-are fastest, or hold least, for the step as a whole.
+A stage goes through `micro` micro-batches one after the other: weights that are stored split are gathered with every
+one, gradients are reduced after the last. For each mesh two ways to store everything are compared: the best with
+parameters whole along the axes that split the batch (ZeRO-1, as in Megatron-LM's pipelines), and the best of all for
+the last micro-batch. Of the meshes of a part those are looked at that are fastest, or hold least, for the step as a
+whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -88,14 +90,6 @@ class Stages:
             free = self._search(span, run, memory)
         return self._placed(span, run, *free) if free is not None else None
 
-    def least(self, span: Span, run: Run) -> float:
-        """Bytes that no plan of a stage undercuts; infinite where there is no mesh for it."""
-        model, order = self._order(span, run)
-        return min(
-            (self._case(model, s, True, run).least + self._flying(span, run, model, s) for _, s in order),
-            default=math.inf,
-        )
-
     def whole(self, run: Run) -> float:
         """Seconds that the whole step's kernels and what is sent between them take a micro-batch on one part, at least;
         infinite where the batch does not divide."""
@@ -119,11 +113,14 @@ class Stages:
             left = memory - self._flying(span, run, model, shape)
             if model.least(shape.pattern, shape.sizes) > left:
                 continue
-            for again in (True, False) if run.micro == 1 else (True,):
-                solution = solve(self._case(model, shape, again, run), left)
-                value = (run.micro - 1) * floor + solution.seconds if solution is not None else math.inf
-                if solution is not None and (best is None or value < best[0]):
-                    best = value, floor, solution
+            for case in self._cases(model, shape, run):
+                solution = solve(case, left)
+                if solution is None:
+                    continue
+                one = case.piece(solution.chosen, model.once)
+                value = (run.micro - 1) * one + solution.seconds
+                if best is None or value < best[0]:
+                    best = value, one, solution
         self._found[key] = best[1:] if best is not None else None
         return self._found[key]
 
@@ -140,12 +137,16 @@ class Stages:
         return self._ordered[key]
 
     @staticmethod
-    def _case(model: Model, shape: Shape, again: bool, run: Run) -> Case:
-        case = model.case(shape.pattern, shape.sizes, again)
+    def _cases(model: Model, shape: Shape, run: Run) -> Iterator[Case]:
+        case = model.case(shape.pattern, shape.sizes, True)
         if run.micro == 1:
-            return case
+            yield case
+            yield model.case(shape.pattern, shape.sizes, False)
+            return
         whole = [[o for o in options if not o.storage.params] for options in case.options]
-        return dataclasses.replace(case, options=whole)
+        yield dataclasses.replace(case, options=whole)
+        if any(len(a) < len(b) for a, b in zip(whole, case.options)):
+            yield case
 
     def _flying(self, span: Span, run: Run, model: Model, shape: Shape) -> float:
         """Bytes of the micro-batches in flight but the one that is worked on."""

@@ -43,12 +43,13 @@ def part(cluster: Cluster, count: int) -> Cluster:
 
 def joints(cluster: Cluster, count: int) -> tuple[tuple[float, float], ...]:
     """(latency, bytes/s) between each part and the next, count - 1 of them, while every device i of one sends to device
-    i of the other: over the tier that joins them, in a mesh over the one link between the two."""
+    i of the other and gets as much: over the tier that joins them, in a mesh over the one link between the two."""
     size = cluster.devices // count
     first = np.arange(size)
     found = []
     for s in range(count - 1):
         pairs = np.stack([s * size + first, (s + 1) * size + first], axis=-1)
         tier = cluster.tiers[int(cluster.tier_of(pairs).max())]
-        found.append((tier.latency, tier.usable / (tier.size - 1) if tier.kind == "mesh" else tier.usable))
+        bandwidth = tier.usable / (tier.size - 1) if tier.kind == "mesh" else tier.usable
+        found.append((tier.latency, bandwidth if tier.full_duplex else bandwidth / 2))
     return tuple(found)
