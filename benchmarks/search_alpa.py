@@ -5,14 +5,14 @@
 
 arXiv:2201.12023 and its artifact (results_e2e_ref.tsv), on p3.16xlarge nodes (8 V100-16GB, 25 Gb/s between nodes).
 "intra-only" splits every operation over all devices, "inter-only" has one device a stage, "auto" is the fastest of all
-numbers of equal stages (Alpa's may be unequal). All are priced by the search's model (`lensjax.search.pipeline`), over
-all numbers of micro-batches that are powers of two times the stages; gradients are reduced once a step, and with more
-than one micro-batch weights are whole along the axes that split the batch (ZeRO-1 and tensor parallelism, no ZeRO-3).
+numbers of equal stages (Alpa's may be unequal). All are priced by the search's model (`lensjax.search.pipeline`), each
+with its best number of micro-batches; gradients are reduced once a step, weights that are stored split are gathered
+with every micro-batch.
 
 What differs from Alpa's runs: bfloat16 stands for float16 (JAX lowers no float16 attention for CPUs; the V100 is given
 float16's rate for it), the built-in decoder and mixture of experts keep float32 masters (MoE: in every layer, with as
-many parameters), Wide-ResNet's statistics are of a micro-batch, and no rate is calibrated: TFLOPS come out high. What is
-compared is the order of the three, where splitting over nodes collapses, and what does not fit.
+many parameters), Wide-ResNet's statistics are of a micro-batch, and no rate is calibrated: TFLOPS mostly come out high.
+What is compared is the order of the three, where splitting over nodes collapses, and what does not fit.
 
 Every row is kept in benchmarks/search_alpa.jsonl when it is done: a run goes on where the last one stopped. --fresh
 forgets the rows that --only names.
@@ -214,11 +214,12 @@ def page(rows):
     lines = [
         "# Alpa's published rows, predicted",
         "",
-        "Made by `python benchmarks/search_alpa.py` from benchmarks/search_alpa.jsonl; what is compared and what differs "
-        "is said there. TFLOPS per GPU, published / predicted, on p3.16xlarge nodes (8 V100-16GB, 25 Gb/s between nodes).",
+        "Made by `python benchmarks/search_alpa.py` from benchmarks/search_alpa.jsonl; what is compared and what "
+        "differs is said there. TFLOPS per GPU, published / predicted, on p3.16xlarge nodes (8 V100-16GB, 25 Gb/s "
+        "between nodes).",
         "",
-        f"**Whether stages gain over a plan without: {count('stages')} rows right. Where a plan without stages takes more "
-        f"than three times as long: {count('collapse')}. Which of intra-only and inter-only is faster: "
+        f"**Whether stages gain over a plan without: {count('stages')} rows right. Where a plan without stages takes "
+        f"more than three times as long: {count('collapse')}. Which of intra-only and inter-only is faster: "
         f"{count('order')}.** Differences within {TIE:.0%} are ties, and a tie is on either side.",
         "",
         "| model | GPUs | intra-only | inter-only | auto | predicted plan | wrong |",
@@ -243,8 +244,8 @@ def page(rows):
             "",
             "## What does not fit a node",
             "",
-            f"Alpa's ablations on one node: does it run in 16 GB? **{right} of {len(memory) * 3} right.** Predicted peak "
-            "of one micro-batch (8 sequences, 64 images), in GiB.",
+            f"Alpa's ablations on one node: does it run in 16 GB? **{right} of {len(memory) * 3} right.** Predicted "
+            "peak of one micro-batch (8 sequences, 64 images), in GiB.",
             "",
             "| model | dp | ZeRO-2 (zero1) | ZeRO-3 (fsdp) |",
             "|---|---|---|---|",
@@ -277,7 +278,9 @@ def main():
         ROWS.write_text("".join(json.dumps(kept[n]) + "\n" for n, _ in names() if n in kept))
         if not args.json:
             got = kept[name]["predicted"]
-            said = {n: round(v.get("tflops", v["peak_bytes"] / 2**30), 2) for n, v in got.items() if isinstance(v, dict)}
+            said = {
+                n: round(v.get("tflops", v["peak_bytes"] / 2**30), 2) for n, v in got.items() if isinstance(v, dict)
+            }
             print(f"{name}: {said}; published {kept[name]['published']}; {kept[name]['cpu_s']:.0f} s", flush=True)
     rows = [json.loads(json.dumps(kept[n])) for n, _ in names() if n in kept]
     PAGE.write_text(page(rows), encoding="utf-8")

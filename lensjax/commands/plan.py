@@ -69,6 +69,10 @@ def run(args: argparse.Namespace) -> Result:
         )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
+        progress("what pipeline stages would gain")
+        start = time.perf_counter()
+        choice.pipelines  # noqa: B018 (found here, where it is timed)
+        seconds["pipelines"] = time.perf_counter() - start
     if args.out:
         choice.plan.save(args.out)
     data = _data(choice, seconds)
@@ -104,7 +108,8 @@ def _pipelined(p: Any, choice: Any) -> dict[str, Any]:
         "step_s": p.step_s,
         "gain": choice.plan.predicted.step_s / p.step_s - 1,
         "bubble": p.bubble,
-        "peak_bytes": float(p.peak_bytes),
+        "peak_bytes": p.peak_bytes,
+        "same_numbers": bool(choice.problem.program.split.micro),
         "meshes": [s.mesh for s in p.stages],
     }
 

@@ -37,8 +37,8 @@ def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> st
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
     parts = [
-        headline(program, choice), table(choice), refused(choice), reasons(choice), piped(program, choice), held(choice),
-        leaves(program, choice.plan),
+        headline(program, choice), table(choice), refused(choice), reasons(choice), piped(program, choice),
+        held(choice), leaves(program, choice.plan),
     ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 

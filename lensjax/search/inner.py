@@ -191,8 +191,10 @@ class Model:
             trips = t.regions[group.forward] if group.layer is not None and again else 1
             by_rule = 2.0 ** float(laid.weights[g] @ scale)
             gathered[g] = elements * group.wire / by_rule / trips
-            if self.pieces > 1:  # the sum of the pieces' gradients; those of one piece are among what is alive
+            if self.pieces > 1:  # gradients are added up where they are made, in float32, from the first piece on
                 fixed += 4.0 * elements / by_rule
+                own = sum(self.program.arguments[i].nbytes for i in group.leaves)
+                stored[:, g] = np.maximum(0.0, stored[:, g] - own)
             elif self.micro > 1:  # each piece's gradients and their sum, in float32 and whole but for the rules
                 fixed += 2 * 4.0 * elements / by_rule
         options = storing.options(sizes, self.links, again)

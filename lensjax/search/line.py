@@ -11,6 +11,7 @@ place: every stage that reads it makes it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -56,14 +57,14 @@ class Line:
     def units(self) -> tuple[list[Span], np.ndarray]:
         """The pieces between places where a stage may begin, and their seconds; small ones go with what follows."""
         edges = [0, *sorted(self.crossing), self.length]
-        seconds = [self.seconds[a:b].sum() for a, b in zip(edges, edges[1:])]
+        seconds = [self.seconds[a:b].sum() for a, b in itertools.pairwise(edges)]
         kept, since = [0], 0.0
         for edge, s in zip(edges[1:], seconds):
             since += s
             if since >= SMALL * max(seconds):
                 kept, since = [*kept, edge], 0.0
         kept = [*kept[: -1 if len(kept) > 1 else None], self.length]
-        pieces = list(zip(kept, kept[1:]))
+        pieces = list(itertools.pairwise(kept))
         return pieces, np.array([self.seconds[a:b].sum() for a, b in pieces])
 
 

@@ -5,13 +5,13 @@ one forward and one backward at a time (1F1B, PipeDream-flush). From Narayanan e
 section 2.2), for stages that need not be equal:
 
     step = sum of t_s + 2 * sum of p_b + (m - 1) * max(t_s, p_b) + max of u_s
-    held by stage s = state + accumulated gradients + one micro-batch at work + (min(m, S - s) - 1) * what one keeps
+    held by stage s = state + gradients in float32 + one micro-batch at work + (min(m, S - s) - 1) * what one keeps
 
-t_s is a micro-batch's forward and backward in stage s, p_b what crosses from part b to the next (activations one way,
-their gradients the other, at the same time and beside the work of other micro-batches), u_s what a stage does once after its last micro-batch: the part
-of the gradients' reduction that the last backward does not hide, and the optimizer. For equal stages and no sends the
-first and third terms are (m - 1 + S) t: a bubble of (S - 1) / m of the work, as in that section. One stage and one
-micro-batch are the inner model's own price.
+t_s is a micro-batch's forward and backward in stage s. p_b is what crosses from part b to the next: activations one
+way, their gradients the other, at the same time and beside the work of other micro-batches. u_s is what a stage does
+once, after its last micro-batch: the part of the gradients' reduction that the last backward does not hide, and the
+optimizer. For equal stages and no sends the first and third terms are (m - 1 + S) t: a bubble of (S - 1) / m of the
+work, as in that section. One stage and one micro-batch are the inner model's own price.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ class Pricing:
             at += n
         return out
 
-    def price(
-        self, count: int, micro: int, memory: float = math.inf, beat: float = math.inf
-    ) -> Pipelined | None:
+    def price(self, count: int, micro: int, memory: float = math.inf, beat: float = math.inf) -> Pipelined | None:
         """The pipeline of `count` stages and `micro` micro-batches, each stage with its best plan that holds at most
         `memory` bytes; None where a stage has none, or where the step takes `beat` seconds for certain."""
         sizes = self.sizes(count)
@@ -188,9 +186,7 @@ class Pricing:
 def scaled(p: Pipelined, seconds: float, bytes_: float) -> Pipelined:
     """The same pipeline with all its seconds and bytes times a factor."""
     stages = tuple(
-        dataclasses.replace(
-            s, micro_s=s.micro_s * seconds, once_s=s.once_s * seconds, bytes=s.bytes * bytes_
-        )
+        dataclasses.replace(s, micro_s=s.micro_s * seconds, once_s=s.once_s * seconds, bytes=s.bytes * bytes_)
         for s in p.stages
     )
     return dataclasses.replace(

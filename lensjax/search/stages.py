@@ -26,9 +26,8 @@ from lensjax.search.stage import Stage, cut, key_of, saved
 from lensjax.search.tables import Tables
 from lensjax.topology.parts import part
 
-
-# Of the meshes of a part that split the batch in as many ways: so many of the fastest for the whole step, and so many of
-# those that hold least.
+# Of the meshes of a part that split the batch in as many ways: so many of the fastest for the whole step, and so many
+# of those that hold least.
 FASTEST, SMALLEST = 4, 2
 
 
@@ -157,7 +156,7 @@ class Stages:
 
     def _held(self, span: Span, run: Run, solution: Solution) -> float:
         shape = Shape(solution.case.pattern, solution.case.sizes)
-        return solution.bytes + self._flying(span, run, self._order(span, run)[0], shape)
+        return float(solution.bytes) + self._flying(span, run, self._order(span, run)[0], shape)
 
     def _placed(self, span: Span, run: Run, micro_s: float, solution: Solution) -> Placed:
         case = solution.case
@@ -200,7 +199,7 @@ class Stages:
             found: dict[Shape, None] = {}
             for alike in ways.values():
                 for key, most in ((model.floor, FASTEST), (model.least, SMALLEST)):
-                    best = sorted(alike, key=lambda s: key(s.pattern, s.sizes))[:most]  # noqa: B023
+                    best = sorted(alike, key=lambda s: key(s.pattern, s.sizes))[:most]
                     found.update(dict.fromkeys(best))
             self._shapes[parts] = tuple(found)
         return self._shapes[parts]

@@ -35,9 +35,7 @@ def part(cluster: Cluster, count: int) -> Cluster:
         if cut.size % size or (held and size % held[-1].size):
             raise ClusterError(f"{size} devices are no even piece of {cut.name!r} ({cut.size} devices)")
         bandwidth = cut.bandwidth * max(1, size - 1) / (cut.size - 1) if cut.kind == "mesh" else cut.bandwidth
-        held.append(
-            dataclasses.replace(cut, size=size, nic_sharing=min(cut.nic_sharing, size), bandwidth=bandwidth)
-        )
+        held.append(dataclasses.replace(cut, size=size, nic_sharing=min(cut.nic_sharing, size), bandwidth=bandwidth))
     return dataclasses.replace(cluster, name=f"1/{count} of {cluster.name}", tiers=tuple(held))
 
 

@@ -86,7 +86,7 @@ def test_the_partition_equals_brute_force(seconds, data):
 
 
 def test_equal_units_make_even_stages():
-    assert partition([1.0] * 10, 4) in {(3, 3, 2, 2), (2, 2, 3, 3), (3, 2, 3, 2), (2, 3, 2, 3), (3, 2, 2, 3), (2, 3, 3, 2)}
+    assert sorted(partition([1.0] * 10, 4)) == [2, 2, 3, 3]
     with pytest.raises(ValueError, match="2 units make no 3 stages"):
         partition([1.0, 1.0], 3)
 
@@ -170,7 +170,9 @@ def test_a_stage_keeps_what_its_layers_were_given():
     kept = saved(stage, p.tables_of(stage.program, stage.unsplit)).sum()
     batch, seq, own = SMALL["llama3-tiny"]
     assert kept == 3 * batch * seq * own["width"] * 2
-    table = next(i for i, a in enumerate(p.program.arguments) if a.path.endswith("embed/embedding") and a.role == "parameter")
+    table = next(
+        i for i, a in enumerate(p.program.arguments) if a.path.endswith("embed/embedding") and a.role == "parameter"
+    )
     ends = cut(p.program, p.unsplit, line, (0, start + 1)), cut(p.program, p.unsplit, line, (stop - 1, line.length))
     assert [s.program.arguments[table].role for s in (*ends, stage)] == ["parameter", "parameter", "absent"]
 
@@ -224,7 +226,7 @@ def test_a_limit_is_kept_or_there_is_no_pipeline():
     pricing = Pricing(problem())
     free = pricing.price(2, 2)
     tight = pricing.price(2, 2, free.peak_bytes * 0.9)
-    assert tight is None or tight.peak_bytes <= free.peak_bytes * 0.9 and tight.step_s >= free.step_s
+    assert tight is None or (tight.peak_bytes <= free.peak_bytes * 0.9 and tight.step_s >= free.step_s)
     assert pricing.price(2, 2, 1e6) is None
 
 
@@ -270,14 +272,14 @@ def test_stages_that_gain_nothing_are_not_mentioned():
 
 
 def test_where_nothing_fits_a_pipeline_that_would_is_named(monkeypatch):
-    small = program("gpt3-tiny")
-    cluster = pair(1)
-    with pytest.raises(DoesNotFit) as raised:
-        choose(small, cluster, memory=1e5)
-    assert "pipeline" not in str(raised.value)
+    small, cluster = program("gpt3-tiny"), pair(1)
+    assert pipelines(Problem(small, cluster, 1e5), np.inf) == ()
     found = pipelines(Problem(small, cluster, 1e12), np.inf)
     monkeypatch.setattr("lensjax.search.choose.pipelines", lambda *_: found)
-    with pytest.raises(DoesNotFit, match="with pipeline stages .not executable yet. it would fit: . stages x"):
+    monkeypatch.setattr("lensjax.search.choose.MICRO_BATCHES", ())
+    with pytest.raises(
+        DoesNotFit, match=r"with pipeline stages .not executable yet. it would fit: 2 stages x 1 device"
+    ):
         choose(small, cluster, memory=1e5)
 
 
