@@ -105,9 +105,18 @@ class Model:
 
     piece: whether seconds are those of one piece, followed by what is done once (gradients that travel, the optimizer),
     instead of the whole batch's. Gradients are then summed over the pieces where they are made, and travel once.
+    like: a model of the same program and tables on other devices or in other pieces: what rules lay is worked out once.
     """
 
-    def __init__(self, program: Program, t: Tables, links: Links, micro: int = 1, piece: bool = False):
+    def __init__(
+        self,
+        program: Program,
+        t: Tables,
+        links: Links,
+        micro: int = 1,
+        piece: bool = False,
+        like: Model | None = None,
+    ):
         self.program, self.t, self.links, self.micro = program, t, links, micro
         self.pieces = micro if piece else 1
         active = np.array([k == ACTIVATION for k, _ in t.classes], bool)
@@ -115,7 +124,7 @@ class Model:
         batched = np.array([any(a in t.inputs for d in dims for a in d) for dims in t.kernel_axes], bool)
         self._kernel_pieces = np.where(batched | (t.kernel_bytes[:, active] > 0).any(axis=1), self.pieces, 1)
         self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
-        self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
+        self._laid: dict[Pattern, tuple[Laid, Storing]] = like._laid if like is not None else {}
 
     def laid(self, pattern: Pattern) -> tuple[Laid, Storing]:
         if pattern not in self._laid:

@@ -69,7 +69,7 @@ class Stages:
         self.problem = problem
         self.line: Line = line_of(problem.program, problem.unsplit, problem.tables)
         self._cuts: dict[tuple, _Cut] = {}
-        self._laid: dict[tuple, dict] = {}
+        self._models: dict[tuple, Model] = {}
         self._shapes: dict[int, tuple[Shape, ...]] = {1: problem.shapes}
         self._links: dict[int, Links] = {}
         self._ordered: dict[tuple, tuple[Model, list[tuple[float, Shape]]]] = {}
@@ -93,8 +93,7 @@ class Stages:
         """Seconds that the whole step's kernels and what is sent between them take a micro-batch on one part, at least;
         infinite where the batch does not divide."""
         p = self.problem
-        model = Model(p.program, p.tables, self._link(run.parts), run.micro, piece=True)
-        model._laid = p.model._laid
+        model = Model(p.program, p.tables, self._link(run.parts), run.micro, piece=True, like=p.model)
         return min((model.floor(s.pattern, s.sizes) - model.once for s in self._fitting(run)), default=math.inf)
 
     # ---- the search of one stage --------------------------------------------------------------------------------
@@ -129,8 +128,9 @@ class Stages:
         key = (kind, run.parts, run.micro)
         if key not in self._ordered:
             own = self._cut(span)
-            model = Model(own.stage.program, own.tables, self._link(run.parts), run.micro, piece=True)
-            model._laid = self._laid.setdefault(kind, model._laid)  # rules lay alike on every mesh
+            links, like = self._link(run.parts), self._models.get(kind)
+            model = Model(own.stage.program, own.tables, links, run.micro, piece=True, like=like)
+            self._models.setdefault(kind, model)
             floors = [(model.floor(s.pattern, s.sizes) - model.once, s) for s in self._fitting(run)]
             self._ordered[key] = model, sorted(floors, key=lambda x: x[0])
         return self._ordered[key]
@@ -191,8 +191,7 @@ class Stages:
     def _meshes(self, parts: int) -> tuple[Shape, ...]:
         if parts not in self._shapes:
             p = self.problem
-            model = Model(p.program, p.tables, self._link(parts))
-            model._laid = p.model._laid
+            model = Model(p.program, p.tables, self._link(parts), like=p.model)
             ways: dict[int, list[Shape]] = {}
             for s in shapes(p.program, p.axes, p.cluster.devices // parts):
                 ways.setdefault(s.ways("data", "expert"), []).append(s)
