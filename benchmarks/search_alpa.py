@@ -268,22 +268,23 @@ NOTES = """\
 
 ## What is wrong, and why
 
-- **gpt 2560x32x32, stages and order**: the plan without stages is predicted as fast as Alpa's with three. Weights split
-  over NVLink (`fsdp=8`) cost little in the model. The paper's ablation has 61.2 TFLOPS for a plan without stages of a
-  larger model (3.33B) on such a node, which agrees with what is predicted here; the 50.8 of this row do not.
-- **gpt 5120x48x40, collapse**: predicted five times too slow. 15B in 32 x 16 GB leave no room for float32 parameters and
-  gradients split in eight (15 GB), so weights are split over nodes and gathered over 25 Gb/s with every micro-batch. Alpa
-  keeps float16 ones, half as large.
-- **moe 2048x32x64, all**: 70B at 16 bytes a parameter (float32 parameters, gradients and two moments) are 17.5 GB on each
-  of 64 devices. Alpa's float16 needs less.
-- **wide-resnet 4b, all**: nothing fits. The last blocks hold most of the parameters; Alpa gives them eight of 16 GPUs, and
-  stages here have equal parts. Tensor parallelism in pairs of columns and rows leaves some of the 1 x 1 convolutions
-  whole.
-- **wide-resnet 6.8b, collapse**: the plan without stages is predicted 1.9 times as slow as the one with stages, published
-  is 3.4: convolutions between nodes take longer than the model knows.
+- **gpt 2560x32x32, stages and order**: the plan without stages is predicted as fast as Alpa's with three. Weights
+  split over NVLink (`fsdp=8`) cost little in the model. The paper's ablation has 61.2 TFLOPS for a plan without
+  stages of a larger model (3.33B) on such a node, which agrees with what is predicted here and not with the 50.8 of
+  this row.
+- **gpt 5120x48x40, collapse**: predicted five times too slow. 15B in 32 x 16 GB leave no room for float32
+  parameters and gradients split in eight (15 GB), so weights are split over nodes and gathered over 25 Gb/s with
+  every micro-batch. In float16, as Alpa trains, they are half as large.
+- **moe 2048x32x64, all**: 70B at 16 bytes a parameter (float32 parameters, gradients and two moments) are 17.5 GB
+  on each of 64 devices; float16 needs less.
+- **wide-resnet 4b, all**: nothing fits. The last blocks hold most of the parameters; Alpa gives them eight of 16
+  GPUs, and stages here have equal parts. Tensor parallelism in pairs of columns and rows leaves some of the 1 x 1
+  convolutions whole.
+- **wide-resnet 6.8b, collapse**: the plan without stages is predicted 1.9 times as slow as the one with stages,
+  published is 3.4. The cause was not looked for.
 - **wide-resnet 2b, ZeRO-2**: 15.68 GiB where there are 15.78, without what a framework holds.
-- Wide-ResNet's TFLOPS are predicted 1.6 times too high throughout: no efficiency of float32 convolutions is known for
-  the V100, so its peak is assumed."""
+- Wide-ResNet's TFLOPS are predicted 1.6 times too high throughout: no efficiency of float32 convolutions is known
+  for the V100, so its peak is assumed."""
 
 
 def main():
