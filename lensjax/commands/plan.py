@@ -69,6 +69,10 @@ def run(args: argparse.Namespace) -> Result:
         )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
+        progress("what pipeline stages would gain")
+        start = time.perf_counter()
+        choice.pipelines  # noqa: B018 (found here, where it is timed)
+        seconds["pipelines"] = time.perf_counter() - start
     if args.out:
         choice.plan.save(args.out)
     data = _data(choice, seconds)
@@ -85,11 +89,28 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "plan": choice.plan.to_dict(),
         "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
         "presets": [_row(c, choice.memory) for c in choice.candidates if not c.searched],
+        "pipelines": [_pipelined(p, choice) for p in choice.pipelines],
         "proposals": [_row(c, choice.memory) for c in choice.candidates if c.searched],
         "gap": choice.gap,
         "bound_s": choice.bound,
         "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
         "seconds": seconds,
+    }
+
+
+def _pipelined(p: Any, choice: Any) -> dict[str, Any]:
+    return {
+        "stages": p.pipeline.stages,
+        "schedule": p.pipeline.schedule,
+        "sizes": p.pipeline.sizes,
+        "devices": p.devices,
+        "micro": p.micro,
+        "step_s": p.step_s,
+        "gain": choice.plan.predicted.step_s / p.step_s - 1,
+        "bubble": p.bubble,
+        "peak_bytes": p.peak_bytes,
+        "same_numbers": bool(choice.problem.program.split.micro),
+        "meshes": [s.mesh for s in p.stages],
     }
 
 

@@ -24,7 +24,8 @@ def test_json_has_the_stable_keys(capsys, tmp_path):
     assert data["schema"] == 1 and (data["gap"] is None or data["gap"] >= 0)
     assert set(data["predicted"]) == {"step_s", "peak_bytes", "tiers"}
     assert set(data["predicted"]["tiers"]) == {"process", "host"}
-    assert set(data["seconds"]) == {"trace", "analysis", "search"}
+    assert set(data["seconds"]) == {"trace", "analysis", "search", "pipelines"}
+    assert isinstance(data["pipelines"], list)
     names = [p["name"] for p in data["presets"]]
     assert {"dp", "zero1", "fsdp:again", "fsdp:once", "dp=2,fsdp:again=4"} <= set(names)
     assert Plan.load(out) == Plan.from_dict(data["plan"])
