@@ -44,12 +44,12 @@ from lensjax.program.status.analysis import Cut
 
 def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
-) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct]]:
-    """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share,
-    and that state. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
+) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
+    """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
+    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
     step does not split so."""
     made = _Shares(program, plan, mesh, shardings, reduce)
-    return made.run, made.extra
+    return made.run, made.extra, made.note()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +204,19 @@ class _Shares:
         specs = {n: self._total_spec(c) for n, c in last.items()}
         kept = self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
         return {**kept, **one.moved.memory}
+
+    def note(self) -> str:
+        """Which gradients are reduced inside the loops that make them; empty where the plan does not ask for it."""
+        if not inside_loops(self.plan):
+            return ""
+        moved, where = len(self.passes[-1].moved.results), ", ".join(self.sizes.slow)
+        if not moved:
+            return f"no gradient crosses {where} inside a loop: none is what a loop over whole layers stacks"
+        count = sum(self._apart(c) for c in self.passes[-1].wanted)
+        return (
+            f"{moved} of {count} gradients cross {where} inside the backward loop, each layer's while the next one is "
+            "computed"
+        )
 
     def _left(self, one: _Pass) -> list[Cut]:
         """The cuts of a pass that are partial when a share is done."""
