@@ -123,7 +123,7 @@ def reducer(plan: Plan) -> Reducer:
         raise PlanError(
             f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
             f"{', '.join(slow)} are reduced in one exchange",
-            hint="give these tiers the same codec, bucket, pins and inside, or leave the faster one out: it is then exact",
+            hint="give these tiers the same codec, bucket, pins and inside, or leave the faster out: it is then exact",
         )
     chosen = next(iter(how.values()), Reduce())
     if chosen.codec == "exact":

@@ -104,8 +104,9 @@ def _rowwise(eqn: Any) -> bool:
 def layer_by_layer(
     program: Program, gradients: Mapping[int, Gradient], offset: int, mesh: Any, axes: tuple[str, ...], reduce: Reducer
 ) -> tuple[Program, Moved]:
-    """A share's program with those of its results `gradients` that scans stack reduced in their loops. `offset`: the position of its
-    argument that differs from share to share; `axes`: the slow mesh axes, along which `jax.vmap` maps the shares."""
+    """A share's program with those of its results `gradients` that scans stack reduced in their loops. `offset`: the
+    position of its argument that differs from share to share; `axes`: the slow mesh axes, along which `jax.vmap` maps
+    the shares."""
     found = stacked(program, gradients)
     if not found:
         return program, Moved()
@@ -124,7 +125,9 @@ def layer_by_layer(
         loop = _Loop(eqn, which, mesh, axes, reduce)
         memory = {f"layers/{len(hidden)}/{key}": x for key, x in loop.memory.items()}
         rows = [_jax.new_var(jax.typeof(np.zeros((), x.dtype)).update(shape=x.shape)) for x in memory.values()]
-        made = iter(b.apply(loop, inner.invars[offset], *b.read_all(eqn.invars), *rows, like=eqn, name="lensjax.layers"))
+        made = iter(
+            b.apply(loop, inner.invars[offset], *b.read_all(eqn.invars), *rows, like=eqn, name="lensjax.layers")
+        )
         _, carry = _jax.scan_split(eqn)
         for i, v in enumerate(eqn.outvars):
             if i - carry not in loop.places:
@@ -197,7 +200,9 @@ class _Loop:
             return (n + 1, outs[:carried], held, totals, memory), rest
 
         totals = [self.place(jnp.zeros(row.total.shape, row.total.dtype), row.spec) for row in self.rows]
-        none = [self.place(jnp.zeros(row.wide.shape, row.wide.dtype), without(row.spec[1:], self.axes)) for row in self.rows]
+        none = [
+            self.place(jnp.zeros(row.wide.shape, row.wide.dtype), without(row.spec[1:], self.axes)) for row in self.rows
+        ]
         first = (jnp.int32(0), list(values[consts : consts + carried]), none, totals, memory)
         how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         (n, carry, held, totals, memory), rest = jax.lax.scan(trip, first, list(values[consts + carried :]), **how)
@@ -207,8 +212,8 @@ class _Loop:
     def cross(self, n: Any, offset: Any, held: list[Any], totals: list[Any], memory: dict[str, Any]) -> Any:
         """The gradients of the n-th trip, reduced: (totals, memory) with their rows. Before the first trip (n = -1)
         what comes out is written where the first trip's total will be, and is not remembered."""
-        n_, last = jnp.maximum(n, 0), self.length - 1
-        row = last - n_ if self.eqn.params["reverse"] else n_
+        trip = jnp.maximum(n, 0)
+        row = self.length - 1 - trip if self.eqn.params["reverse"] else trip
         old = [jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for x in memory.values()]
         made = _Exchange(self)(offset, *held, *old)
         write = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, row, 0)

@@ -31,8 +31,8 @@ from lensjax.passes.pin import Share, pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
-from lensjax.passes.share_layers import Gradient, Moved, layer_by_layer, stacked
 from lensjax.passes.shardings import Shardings, named, whole
+from lensjax.passes.share_layers import Gradient, Moved, layer_by_layer, stacked
 from lensjax.passes.share_layout import join, own, spread, stack, take, without
 from lensjax.passes.share_sizes import inside_loops, sizes
 from lensjax.passes.split import share, update
@@ -46,8 +46,8 @@ def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
 ) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
-    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
-    step does not split so."""
+    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens
+    to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
     made = _Shares(program, plan, mesh, shardings, reduce)
     return made.run, made.extra, made.note()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,7 @@ from lensjax.search.presets import preset
 from lensjax.topology import Cluster
 from lensjax.verify.collectives import collectives
 from lensjax.verify.hlo import parse_hlo
-from lensjax.verify.proof import prove
 from lensjax.verify.traffic import mesh_axes, step_bytes
-from tests.gpu_compiler import needs_gpu_compiler
-from tests.split.harness import between_nodes
 
 MACHINE, SLOW = "cpu:2x4", "host"
 LAYERS, WIDTH = 5, 128
@@ -55,7 +51,7 @@ def step(params, batch, reverse=False):
         return jnp.mean((h @ params["out"] - batch["y"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 def under(codec, inside=True, preset="dp=2,zero1=4", fn=step, args=None, **more):
@@ -92,7 +88,7 @@ def remat(params, batch):
         return jnp.mean((h @ params["out"] - batch["y"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 def half(params, batch):
@@ -104,7 +100,7 @@ def half(params, batch):
         return jnp.mean((h.astype(jnp.float32) @ params["out"] - batch["y"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 def turned(params, batch):
@@ -119,7 +115,7 @@ def turned(params, batch):
 
     value, grads = jax.value_and_grad(loss)({**params, "layers": flat})
     grads["layers"]["up"] = grads["layers"]["up"].reshape(LAYERS, WIDTH, WIDTH)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 def weighed(params, batch):
@@ -131,7 +127,7 @@ def weighed(params, batch):
         return (keep[:, None] * (h @ params["out"] - batch["y"]) ** 2).sum() / keep.sum()
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 @pytest.mark.few(3)
@@ -142,18 +138,14 @@ def weighed(params, batch):
         (weighed, "dp=2,fsdp=4", 1e-6),
         (turned, "dp=2,fsdp=4", 1e-6),
         (remat, "dp=2,tp=4", 1e-6),
-        (remat, "fsdp=8", 1e-6),  # totals stay split over the slow axis
         (half, "dp=2,fsdp=4", 1e-2),
     ],
 )
 def test_exact_gradients_are_those_of_the_reduction_at_the_end(fn, preset, within):
-    args = init(), batch()
-    if preset == "fsdp=8":
-        preset = "dp=2,fsdp=4"
     made = under("exact", preset=preset, fn=fn)
     mine = gradients(made)
     assert furthest(mine, gradients(under("exact", False, preset, fn))) <= 1e-6
-    assert furthest(mine, jax.jit(fn)(*args)[1]["grads"]) <= within
+    assert furthest(mine, jax.jit(fn)(init(), batch())[1]["grads"]) <= within
     assert "of 5 gradients cross" in made.explain()
 
 
@@ -194,7 +186,9 @@ def test_what_is_remembered_has_a_row_a_layer_and_continues_bit_for_bit(codec, t
     rows = {k: x for k, x in made.extra.items() if k.startswith("layers/0/")}
     assert rows and all(x.shape[:2] == (LAYERS, 8) for x in rows.values())
     assert all(np.abs(np.asarray(x)).max((1, 2)).min() > 0 for x in rows.values()), "a layer remembers nothing"
-    assert all(len({s.index for s in x.addressable_shards}) == 8 for x in rows.values()), "each device keeps its own"
+    assert all(len({str(s.index) for s in x.addressable_shards}) == 8 for x in rows.values()), (
+        "each device keeps its own"
+    )
     made.wait()
     other = under(codec)
     other.plan_for(init(), batch())
@@ -204,6 +198,17 @@ def test_what_is_remembered_has_a_row_a_layer_and_continues_bit_for_bit(codec, t
     jax.tree.map(np.testing.assert_array_equal, back, params)
     for name, x in made.extra.items():
         np.testing.assert_array_equal(x, other.extra[name])
+
+
+def test_steps_with_a_memory_are_those_of_the_reduction_at_the_end_bit_for_bit():
+    """Blocks start where they did, so codes are the same: int4 keeps half of each error, on both hops."""
+    ends = []
+    for inside in (True, False):
+        made, params = under("int4", inside), init()
+        for n in range(3):
+            params, _ = made(params, batch(n))
+        ends.append(params)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 @pytest.mark.slow
@@ -268,27 +273,36 @@ class Together(share_layers._Exchange):
         return [*self.narrow([Total("sum")(x) for x in values[:count]]), *values[count:]]
 
 
-class Apart(share_layers._Exchange):
-    """A removed cut: each group goes on with its own partial gradient."""
+class First(share_layers._Exchange):
+    """A removed cut: the first group's partial gradients stand for all."""
 
-    def __call__(self, offset, *values):
-        return [*self.narrow(values[: len(self.loop.rows)]), *values[len(self.loop.rows) :]]
-
-
-def test_without_the_exchange_float32_crosses(monkeypatch):
-    monkeypatch.setattr(share_layers, "_Exchange", Together)
-    made = under("int8")
-    mine = gradients(made)
-    assert furthest(mine, jax.jit(step)(init(), batch())[1]["grads"]) <= 4 / 252  # right, but not as was asked for
-    wide = [c for c in crossing(made) if "f32" in c.dtypes and c.trips == LAYERS]
-    assert wide and {c.kind for c in wide} <= {"all-reduce", "reduce-scatter"}
+    def __call__(self, *operands):
+        first = jax.custom_batching.custom_vmap(lambda *xs: list(xs))
+        first.def_vmap(lambda _, split, *xs: ([x[0] if b else x for x, b in zip(xs, split)], [False] * len(xs)))
+        return first(*operands)[1:]
 
 
 def test_without_a_cut_the_gradient_is_wrong(monkeypatch):
-    """One exchange removed: its layers get a total that is no sum. JAX sees it already (totals differ by group)."""
-    monkeypatch.setattr(share_layers, "_Exchange", Apart)
-    with pytest.raises(ValueError, match="out_axes"):
-        gradients(under("exact"))
+    monkeypatch.setattr(share_layers, "_Exchange", First)
+    mine, expected = gradients(under("exact")), jax.jit(step)(init(), batch())[1]["grads"]
+    assert furthest(mine["layers"], expected["layers"]) > 0.1
+    assert furthest(mine["out"], expected["out"]) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec, within", [("bf16", 2**-7), ("int4:feedback=0.5", 0.2)])
+def test_totals_that_stay_split_over_the_slow_axis(codec, within):
+    """Fully sharded over the nodes too: the first of the two hops, in the loop."""
+    args = init(), batch()
+    made = lensjax.parallelize(step, cluster=MACHINE, plan="fsdp", secondary="exact", compress=codec, donate=False)
+    plan = made.plan_for(*args)
+    inside = {tier: dataclasses.replace(r, inside=True) for tier, r in plan.reduce.items()}
+    made = lensjax.parallelize(step, cluster=MACHINE, plan=plan.replace(reduce=inside), donate=False)
+    assert furthest(gradients(made), jax.jit(step)(*args)[1]["grads"]) <= within
+    assert any(c.kind == "all-to-all" and c.trips == LAYERS for c in crossing(made))
+    back = [c for c in crossing(made) if c.kind == "all-gather" and c.trips == LAYERS]
+    assert all(c.payload < 1024 for c in back), "a bias is whole everywhere; nothing else travels back"
+    assert all(k.startswith("layers/0/scatter/") for k in made.extra) and bool(made.extra) == ("feedback" in codec)
 
 
 def test_what_cannot_be_inside():
@@ -309,11 +323,11 @@ def unrolled(params, batch):
     def loss(params):
         h = batch["x"] @ params["in"]
         for n in range(LAYERS):
-            h, _ = layer(h, jax.tree.map(lambda w: w[n], params["layers"]))
+            h, _ = layer(h, jax.tree.map(lambda w, n=n: w[n], params["layers"]))
         return jnp.mean((h @ params["out"] - batch["y"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "grads": grads}
+    return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), {"loss": value, "grads": grads}
 
 
 def test_layers_that_are_not_scanned_are_reduced_at_the_end():
@@ -333,75 +347,3 @@ def test_compress_takes_it_where_it_is_worth_it():
         step = lensjax.parallelize(made.step, cluster=cluster, plan="dp=2,fsdp=8", compress="int8")
         taken.add(step.plan_for(made.state, made.batch).reduce["rail"].inside)
     assert taken == {False, True}
-
-
-# ---- compiled for GPUs ----------------------------------------------------------------------------------------------
-
-
-def _between(hlo: str) -> dict[str, list[list[str]]]:
-    """Kind -> for each collective that is started and waited for in a loop over layers' body and carries codes, the
-    matmuls that run between the two."""
-    found: dict[str, list[list[str]]] = {}
-    for computation in parse_hlo(hlo).computations.values():
-        names = [i.name for i in computation.instructions]
-        for at, i in enumerate(computation.instructions):
-            if not i.opcode.endswith("-start") or computation.name.startswith("main"):
-                continue
-            done = next(k for k in computation.instructions if k.opcode.endswith("-done") and i.name in k.operands)
-            inside = computation.instructions[at + 1 : names.index(done.name)]
-            found.setdefault(i.opcode.removesuffix("-start"), []).append(
-                [x.name for x in inside if x.opcode in ("custom-call", "fusion", "dot")]
-            )
-    return found
-
-
-@pytest.mark.slow
-@needs_gpu_compiler
-@pytest.mark.parametrize("inside", ["fsdp:once=8", "fsdp=8", "fsdp:once=4,tp=2"])
-def test_compiled_for_two_nodes_of_h100(inside, tmp_path, monkeypatch):
-    """In the backward loop an all-to-all and an all-gather of codes, started and waited for with work between."""
-    monkeypatch.setenv("LENSJAX_CACHE", str(tmp_path))
-    layers = 6
-    config = dataclasses.replace(CONFIGS["llama3-tiny"], width=512, kv_heads=8, mlp=2048, layers=layers)
-    made = target(config, 32, 256)
-    program, cluster = analyze(made.step, (made.state, made.batch)), Cluster.parse("dgx-h100:2")
-    plain = preset(f"dp=2,{inside}", program, cluster.devices, tier_of=tier_names(cluster))
-    plan = price(program, plain.replace(reduce={"rail": Reduce("int8", inside=True)}), cluster)
-    proof = prove(program, plan, cluster)
-    across, wide = between_nodes(proof)
-    assert sum(c.payload for c in wide) <= 64, wide
-    coded = [c.kind for c in across if "u8" in c.dtypes and c.trips == layers]
-    assert coded.count("all-to-all") == coded.count("all-gather") == 1
-    for tier, (predicted, compiled) in proof.tiers.items():
-        assert compiled == pytest.approx(predicted, rel=0.02), tier
-    between = _between(proof.audit.artifact.hlo)
-    assert max(len(x) for x in between["all-to-all"]) > 1
-    assert max(len(x) for x in between["all-gather"]) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_scan_remat_dropout", "nnx_gpt_scan", "lstm_scan", "moe_dense"])
-def test_families_with_scans(name):
-    """A scan over time makes its weights' gradients as carried sums: those cross at the end."""
-    from tests.split.test_end_to_end import traced
-    from tests.zoo import FAMILIES
-
-    p, whole = traced(name)
-    cluster = Cluster.parse(MACHINE)
-    base = preset("dp=2,fsdp=4", p, 8, tier_of=tier_names(cluster))
-    expected = whole()
-    where = [i for i, path in enumerate(p.result_paths) if "grads" in path.split("/")]
-    largest = max(np.abs(expected[i]).max() for i in where)
-    for reduce, most in ((Reduce(split=True, inside=True), 2e-6), (Reduce("int8", inside=True), 8 / 252)):
-        mine = _run(p, base.replace(reduce={SLOW: reduce}))
-        most = most if FAMILIES[name].dtype == "float32" else max(most, 2e-2)
-        assert max(np.abs(mine[i] - expected[i]).max() for i in where) <= most * largest
-
-
-def _run(p, plan):
-    from lensjax.passes.emit import emit
-    from tests.split.harness import QUICK, numbers
-
-    emitted = emit(p, plan, device_mesh(plan.mesh, jax.devices()[:8]))
-    shardings = {"in_shardings": list(emitted.arguments), "out_shardings": list(emitted.results)}
-    return numbers(jax.jit(emitted.run, compiler_options=QUICK, **shardings)(*p.call.leaves, *p.captured))
