@@ -73,10 +73,18 @@ def compiled(p, plan):
     return numbers(made), emitted.notes
 
 
-# Families whose scan is over layers, and one whose scan is over time: its weights' gradients are carried sums.
+# Families that scan over layers, and those that scan over time: their weights' gradients are carried sums.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, moves", [("gpt_scan_remat_dropout", True), ("nnx_gpt_scan", True), ("lstm_scan", False), ("moe_dense", None)]
+    "name, moves",
+    [
+        ("gpt_scan_remat_dropout", True),
+        ("nnx_gpt_scan", True),
+        ("gqa_rope_swiglu", True),
+        ("bf16_masters", True),
+        ("lstm_scan", False),
+        ("moe_dense", False),
+    ],
 )
 def test_families_with_scans(name, moves):
     p, whole = traced(name)
@@ -90,4 +98,4 @@ def test_families_with_scans(name, moves):
         far = max(np.abs(mine[i] - expected[i]).max() for i in where) / largest
         print(f"{name} {reduce.codec}: {far:.1e}; {notes}")
         assert far <= most
-        assert moves is None or moves == any("inside the backward loop" in n for n in notes)
+        assert moves == any("inside the backward loop" in n for n in notes)
