@@ -93,15 +93,16 @@ def table(choice: Choice) -> Table:
 
 
 # What holds memory, in the order of the table; what the scorer calls otherwise is summed up as "other".
-_KINDS = ("parameter", "optimizer", "results", "activations", "communication", "temporaries")
+_KINDS = ("parameter", "optimizer", "gradients", "results", "activations", "communication", "temporaries")
 
 
-def held(choice: Choice) -> Table | None:
-    """What holds memory at the peak, in the chosen plan and in each preset: where they differ."""
+def held(choice: Choice) -> Table | Flow | None:
+    """What holds memory at the peak, in the chosen plan and in each preset: where they differ. One plan's in a line."""
     rows = [c for c in choice.candidates if c.plan is not None and c.plan.predicted is not None]
     rows = [c for c in rows if not c.searched or c.name == choice.plan.name]
     if len(rows) < 2:
-        return None
+        by = peak_by(choice.plan)
+        return Flow("at the peak: " + ", ".join(f"{k} {size(v)}" for k, v in by.items())) if by else None
     memory = [c.plan.predicted.memory for c in rows]  # type: ignore[union-attr]
     # A kind that is little under every plan goes to the rest: eight columns fit no terminal.
     shown = [k for k in _KINDS if any(m.get(k, 0.0) >= 0.05 * sum(m.values()) for m in memory)]
@@ -111,6 +112,14 @@ def held(choice: Choice) -> Table | None:
         rest = sum(v for k, v in m.items() if k not in shown)
         out.add_row(c.name, _mark(c, choice), *[size(m.get(k, 0.0)) for k in shown], size(rest))
     return out
+
+
+def peak_by(plan: Plan) -> dict[str, float]:
+    """Class -> bytes per device at the predicted peak, most first; they sum up to the peak. Empty where the prediction
+    does not say."""
+    found = plan.predicted.memory if plan.predicted is not None else {}
+    held = [(k, v) for k, v in found.items() if v and k != "host"]  # the host's memory is another
+    return dict(sorted(held, key=lambda kv: -kv[1]))
 
 
 def _mark(c: Candidate, choice: Choice) -> str:
