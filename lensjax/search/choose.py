@@ -92,7 +92,10 @@ class Choice:
         yet, so they do not compete. Found when first asked for."""
         if self.problem is None or self.plan.predicted is None:
             return ()
-        scale = scale_of(self.problem, [c.plan for c in self.candidates if c.plan is not None])
+        try:
+            scale = scale_of(self.problem, [c.plan for c in self.candidates if c.plan is not None])
+        except PlanError:  # a step with a mesh of its own is not read without it, nor cut
+            return ()
         return pipelines(self.problem, self.plan.predicted.step_s, scale)
 
     def what_if(self, plan: Plan) -> Plan:
