@@ -92,10 +92,7 @@ class Choice:
         yet, so they do not compete. Found when first asked for."""
         if self.problem is None or self.plan.predicted is None:
             return ()
-        try:
-            scale = scale_of(self.problem, [c.plan for c in self.candidates if c.plan is not None])
-        except PlanError:  # a step with a mesh of its own is not read without it, nor cut
-            return ()
+        scale = scale_of(self.problem, [c.plan for c in self.candidates if c.plan is not None])
         return pipelines(self.problem, self.plan.predicted.step_s, scale)
 
     def what_if(self, plan: Plan) -> Plan:

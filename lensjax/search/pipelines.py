@@ -34,11 +34,15 @@ class Scale:
 
 
 def scale_of(problem: Problem, plans: Iterable[Plan]) -> Scale:
-    """The scale of the first plan that the model knows: no recompute levels of its own, the batch at once."""
+    """The scale of the first plan that the model knows: no recompute levels of its own, the batch at once. Of a step
+    with a mesh of its own it knows none."""
     for plan in plans:
         if plan.predicted is None or plan.layers or plan.micro != Micro():
             continue
-        solution = solution_of(problem, plan)
+        try:
+            solution = solution_of(problem, plan)
+        except PlanError:
+            return Scale()
         if solution is not None and solution.seconds > 0:
             p = plan.predicted
             return Scale(p.step_s / solution.seconds, max(1.0, p.peak_bytes / solution.bytes))
