@@ -136,6 +136,7 @@ def _line_of(error: BaseException) -> str:
 
 
 PICTURES = (".png", ".svg", ".pdf")
+CLUSTERS = (".yaml", ".yml", ".json")
 
 
 def check_writable(path: str | None, endings: tuple[str, ...] = (), what: str = "picture") -> None:
@@ -165,3 +166,9 @@ def check_writable(path: str | None, endings: tuple[str, ...] = (), what: str = 
                 target.unlink()
             return
     raise UsageError(f"{path} cannot be written: {why}")
+
+
+def write_cluster(cluster: Any, path: str) -> None:
+    """Writes a cluster file in the format that its ending (one of CLUSTERS) names."""
+    text = cluster.to_json() if Path(path).suffix.lower() == ".json" else cluster.to_yaml()
+    Path(path).write_text(text, encoding="utf-8")

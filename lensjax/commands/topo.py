@@ -9,7 +9,7 @@ from typing import Any
 
 from lensjax._errors import UsageError
 from lensjax.commands import Result
-from lensjax.commands.target import PICTURES, check_writable
+from lensjax.commands.target import CLUSTERS, PICTURES, check_writable, write_cluster
 
 HELP = "Show the links of a machine (catalogue, file, or the one at hand) and where a mesh would sit."
 
@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.machine and kind is None:
         raise UsageError("--machine is for --read", hint=f"lensjax topo {args.machine} shows the machine itself")
     check_writable(args.png, PICTURES)
-    check_writable(args.save, (".yaml", ".yml", ".json"), "cluster")
+    check_writable(args.save, CLUSTERS, "cluster")
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Any, tuple]:
@@ -147,8 +147,7 @@ def _write(args: argparse.Namespace, cluster: Any) -> list[str]:
         draw(cluster, args.png)
         files.append(args.png)
     if args.save:
-        text = cluster.to_json() if args.save.endswith(".json") else cluster.to_yaml()
-        Path(args.save).write_text(text, encoding="utf-8")
+        write_cluster(cluster, args.save)
         files.append(args.save)
     return files
 

@@ -30,12 +30,13 @@ class Purposes:
 
     def __init__(self, p: Partitioned, fusions: Fusions, roles: Sequence[str] | None = None):
         self.fusions = fusions
-        state = [i for i in range(len(p.arguments)) if (roles[i] in STATE if _known(roles, i) else i in p.donated)]  # type: ignore[index]
+        known = roles or ()
+        state = {i for i in range(len(p.arguments)) if (known[i] in STATE if i < len(known) else i in p.donated)}
         self.gradients: set[int] = set()
         for i in state:
             if i in p.donated:
                 self._back(p.body, p.body.results[p.donated[i]])
-        self.varying = {v for i, v in enumerate(p.body.arguments) if i not in set(state)}
+        self.varying = {v for i, v in enumerate(p.body.arguments) if i not in state}
         _spread(p.body, self.varying)
 
     def _back(self, body: Body, result: int) -> None:
@@ -77,10 +78,6 @@ class Purposes:
         if kept and value in self.varying and not _is_backward(maker):
             return "activations"
         return "communication" if maker.name in COLLECTIVES else "temporaries"
-
-
-def _known(roles: Sequence[str] | None, i: int) -> bool:
-    return roles is not None and i < len(roles)
 
 
 def _is_backward(node: Node) -> bool:

@@ -26,7 +26,7 @@ from lensjax.program.program import Program
 from lensjax.search.build import NAMES, SEARCHED
 from lensjax.search.levels import levels
 from lensjax.search.pipeline import Pipelined
-from lensjax.search.pipelines import pipelines, scale_of
+from lensjax.search.pipelines import pipelines
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -92,8 +92,8 @@ class Choice:
         yet, so they do not compete. Found when first asked for."""
         if self.problem is None or self.plan.predicted is None:
             return ()
-        scale = scale_of(self.problem, [c.plan for c in self.candidates if c.plan is not None])
-        return pipelines(self.problem, self.plan.predicted.step_s, scale)
+        plans = [c.plan for c in self.candidates if c.plan is not None]
+        return pipelines(self.problem, self.plan.predicted.step_s, plans)
 
     def what_if(self, plan: Plan) -> Plan:
         """Another plan (`choice.plan.replace(...)`) with its prediction, by the scorer that chose. Raises PlanError or
@@ -168,8 +168,8 @@ def choose(
         candidates = sorted([*candidates, *pieces], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
-        scale = scale_of(problem, [c.plan for c in candidates if c.plan is not None])
-        raise nothing_fits(program, candidates, limit, pipelines(problem, math.inf, scale, progress))
+        plans = [c.plan for c in candidates if c.plan is not None]
+        raise nothing_fits(program, candidates, limit, pipelines(problem, math.inf, plans, progress))
     candidates = [_with_inner(problem, c, proposal) for c in candidates]
     best = next(c for c in candidates if c.fits(limit))
     assert best.plan is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lensjax._errors import PlanError
 from lensjax.plan.plan import Micro, Plan
@@ -34,15 +34,11 @@ class Scale:
 
 
 def scale_of(problem: Problem, plans: Iterable[Plan]) -> Scale:
-    """The scale of the first plan that the model knows: no recompute levels of its own, the batch at once. Of a step
-    with a mesh of its own it knows none."""
+    """The scale of the first plan that the model knows: no recompute levels of its own, the batch at once."""
     for plan in plans:
         if plan.predicted is None or plan.layers or plan.micro != Micro():
             continue
-        try:
-            solution = solution_of(problem, plan)
-        except PlanError:
-            return Scale()
+        solution = solution_of(problem, plan)
         if solution is not None and solution.seconds > 0:
             p = plan.predicted
             return Scale(p.step_s / solution.seconds, max(1.0, p.peak_bytes / solution.bytes))
@@ -52,11 +48,12 @@ def scale_of(problem: Problem, plans: Iterable[Plan]) -> Scale:
 def pipelines(
     problem: Problem,
     best_s: float,
-    scale: Scale = Scale(),
+    plans: Sequence[Plan] = (),
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Pipelined, ...]:
     """Pipelines that fit the problem's memory and are more than GAIN faster than `best_s` seconds (infinite: any that
-    fits), fastest first: for more and more stages the best, where it is faster than those of fewer stages.
+    fits), fastest first: for more and more stages the best, where it is faster than those of fewer stages. `plans`:
+    priced ones without stages, to compare with (see `scale_of`).
 
     Empty where there is none, and for steps that cannot be cut: without a backward, with a mesh of their own, or too
     few layers; and for clusters whose parts are not alike."""
@@ -64,19 +61,20 @@ def pipelines(
         pricing = Pricing(problem)
     except PlanError:
         return ()
-    found = []
-    wanted = best_s / (1 + GAIN)
+    found: list[Pipelined] = []
+    scale, wanted = scale_of(problem, plans), best_s / (1 + GAIN)
     for stages in pricing.counts():
         if not 1 < stages <= MOST_STAGES or problem.stop():
             continue
         most = max(_micro_batches(problem, stages), default=0)
-        if not most or pricing.floor(stages, most) * scale.seconds > min([wanted, *(f.step_s for f in found)]):
+        if not most or pricing.floor(stages, most) * scale.seconds > wanted:
             continue
         if progress is not None:
             progress(f"{stages} pipeline stages")
-        best = best_of(pricing, stages, scale, min([wanted, *(f.step_s for f in found)]))
+        best = best_of(pricing, stages, scale, wanted)
         if best is not None:
             found.append(best)
+            wanted = min(wanted, best.step_s)
     return tuple(sorted(found, key=lambda f: f.step_s))
 
 
