@@ -87,8 +87,11 @@ def main() -> None:
     host, coordinator = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(coordinator, num_processes=2, process_id=host)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    alone = Mesh(np.array(jax.local_devices()).reshape(1, 4), mesh.axis_names, axis_types=mesh.axis_types)
-    on = {method: alone if method.startswith("local-") else mesh for method in METHODS}
+    mine = np.array(jax.local_devices())
+    alone = Mesh(mine.reshape(1, 4), mesh.axis_names, axis_types=mesh.axis_types)
+    # PowerSGD makes no factors where nobody is to have them; each device makes those of its whole gradient elsewhere.
+    pairs = Mesh(mine.reshape(2, 2), mesh.axis_names, axis_types=mesh.axis_types)
+    on = {m: mesh if not m.startswith("local-") else pairs if m == "local-powersgd" else alone for m in METHODS}
     place = lambda x, on, spec: jax.make_array_from_callback(x.shape, NamedSharding(on, spec), lambda i: x[i])
     compiled, states = {}, {}
     for method in METHODS:
@@ -98,7 +101,7 @@ def main() -> None:
         states[method] = (start, zeros(), zeros(), place(np.zeros((), np.float32), on[method], P()), residual)
 
     def step(method: str, tokens: np.ndarray) -> float:
-        if on[method] is alone:  # a host's part of the batch, as elsewhere
+        if on[method] is not mesh:  # a host's part of the batch, as elsewhere
             tokens = np.split(tokens, 2)[host]
         *state, losses = compiled[method](*states[method], place(tokens, on[method], P(("node", "gpu"))))
         states[method] = tuple(state)
