@@ -46,12 +46,12 @@ def shares(
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share,
     and that state. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
     step does not split so."""
-    made = _Shares(program, plan, mesh, shardings, reduce)
+    made = Shares(program, plan, mesh, shardings, reduce)
     return made.run, made.extra
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass:
+class Pass:
     """One way through the batch. `main`, `last`: the share program at the size of all shares, and of an uneven last
     one."""
 
@@ -62,12 +62,15 @@ class _Pass:
     last: Hoisted | None
 
 
-class _Shares:
+class Shares:
+    """The programs of a step's shares, and how they run as one program."""
+
     def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.reduce = reduce
         self.split, self.sizes = program.split, sizes(program, plan)
         self.count = len(program.arguments)
+        self.fixed = tuple(i for i, s in enumerate(self.split.inputs) if s.kind != "B")
         self.copies = copies(program, plan, shardings, self.sizes.slow) if plan.mesh.size > 1 else {}
         self.after = update(program)
         self.specs, self.owners = self._total_specs()
@@ -80,7 +83,7 @@ class _Shares:
 
     # ---- the programs -------------------------------------------------------------------------------------------
 
-    def _passes(self) -> list[_Pass]:
+    def _passes(self) -> list[Pass]:
         if self.plan.micro == Micro():  # one share for each node: early totals are reduced where they are needed
             return [self._pass(self.after.known, [], self.results, self._hook)]
         early = [c for c in self.split.cuts if c.early]
@@ -94,7 +97,7 @@ class _Shares:
     def _hook(self, b: Any, cut: Cut, atom: Any, eqn: Any) -> Any:
         return b.apply(Total(cut.op), atom, like=eqn, name="lensjax.total")[0]
 
-    def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> _Pass:
+    def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> Pass:
         z, made = self.sizes, []
         for size in (z.share if z.full else 0, z.rest):
             if not size:
@@ -102,15 +105,14 @@ class _Shares:
                 continue
             part = share(self.program, size * z.outer, wanted, known, results, hook)
             known = part.known  # those that it reads: the same at every size
-            partials = {k: self._partial_spec(c) for k, c in enumerate(wanted)}
+            partials = {k: self.partial_spec(c) for k, c in enumerate(wanted)}
             specs = Shardings(tuple(self._share_specs(part.program)), (None,) * (len(wanted) + len(results)), {})
             # A pass for early totals has no backward, for which something would be kept.
             kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
             prepared = inside(kept, self.plan, self.mesh, z.axes)
             pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
-            fixed = [i for i, s in enumerate(self.split.inputs) if s.kind != "B"]
-            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, fixed))
-        return _Pass(tuple(wanted), tuple(known), results, made[0], made[1])
+            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed))
+        return Pass(tuple(wanted), tuple(known), results, made[0], made[1])
 
     def _share_specs(self, part: Program) -> list[Spec]:
         """Specs of a share's arguments: weights as they are, its own batch over the axes that are left."""
@@ -151,10 +153,10 @@ class _Shares:
                 owners[c.var] = paths[start]
         return specs, owners
 
-    def _partial_spec(self, cut: Cut) -> Spec:
-        return without(self._total_spec(cut), self.sizes.axes)
+    def partial_spec(self, cut: Cut) -> Spec:
+        return without(self.total_spec(cut), self.sizes.axes)
 
-    def _total_spec(self, cut: Cut) -> Spec:
+    def total_spec(self, cut: Cut) -> Spec:
         """How a total leaves its reduction. A gradient that slow axes reduce is cut up over the fast ones first, also
         where the update needs it whole: parts cross, and are gathered inside."""
         spec = self.specs.get(cut.var, whole(len(shape_of(cut.var))))
@@ -181,19 +183,23 @@ class _Shares:
             return {}
         last = self._names(self.passes[-1].wanted)
         totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
-        specs = {n: self._total_spec(c) for n, c in last.items()}
+        specs = {n: self.total_spec(c) for n, c in last.items()}
         return self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
 
     def _reduced_type(self, cut: Cut) -> Any:
         return jax.eval_shape(lambda: wide(cut.op, jnp.zeros((), cut.var.aval.dtype))).dtype
 
-    def _finish(self) -> Callable[..., list[Any]]:
+    def _finish(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """The update as a function of the arguments `fixed`, which are no batch, and the totals."""
         arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
         results = tuple(self.shardings.results[r] for r in self.after.results)
         specs = Shardings(arguments, results, self.shardings.gradients)
         program = inside(self.after.program, self.plan, self.mesh, ())
         pinned = pin(program, self.plan, self.mesh, specs, whole=False)
-        return jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr))
+        invars = _jax.open_jaxpr(pinned.jaxpr).invars
+        taken = [*(invars[i] for i in self.fixed), *invars[self.count :]]
+        fn = jcore.jaxpr_as_fun(_jax.close(_jax.rebuild(pinned.jaxpr, invars=taken)))
+        return lambda leaves, totals: fn(*leaves, jnp.int32(0), *totals)
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -212,7 +218,7 @@ class _Shares:
             sums, batch = self.through(one, inputs, [totals[c.var] for c in one.known])
             found, state = self.reduced(one, sums, state)
             totals |= found
-        rest = self.finish(*leaves, jnp.int32(0), *(totals[c.var] for c in self.after.known))
+        rest = self.finish([leaves[i] for i in self.fixed], [totals[c.var] for c in self.after.known])
         out: list[Any] = [None] * len(self.split.results)
         for r, x in zip((*self.results, *self.after.results), (*batch, *rest), strict=True):
             out[r] = x
@@ -229,7 +235,7 @@ class _Shares:
             entries[inner] = self.sizes.inside or None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
-    def through(self, one: _Pass, inputs: list[Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
+    def through(self, one: Pass, inputs: list[Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
         """(sums of partial values, stacked along a leading dimension; the step's batch results)."""
         z = self.sizes
         sums: list[Any] | None = None
@@ -237,20 +243,20 @@ class _Shares:
         if one.main is not None:
             main, fixed = one.main, one.main.before(inputs)
             if z.full == 1:
-                sums, outs = self.trip(one, main, z.share, 0, inputs, fixed, known)
+                sums, outs = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known)
                 collected.append([x[None] for x in outs])
             else:
-                sums, outs = self.loop(one, lambda i: self.trip(one, main, z.share, i, inputs, fixed, known))
+                sums, outs = self.loop(one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known))
                 collected.append(outs)
         if one.last is not None:
             fixed = one.last.before(inputs)
-            more, outs = self.trip(one, one.last, z.rest, z.full, inputs, fixed, known)
+            more, outs = self.trip(one, one.last, z.rest, z.full * z.share, z.local, inputs, fixed, known)
             sums = more if sums is None else [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)]
             collected.append([x[None] for x in outs])
         assert sums is not None
         return sums, [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
 
-    def loop(self, one: _Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+    def loop(self, one: Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
         def body(sums, i):
             more, outs = trip(i)
             return [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
@@ -258,20 +264,28 @@ class _Shares:
         first = []
         for c in one.wanted:
             zeros = reduction.start(c.op, c.var.aval.dtype, (self.sizes.groups, *shape_of(c.var)))
-            first.append(self.constrain(zeros, 0, spec=self._partial_spec(c)))
+            first.append(self.constrain(zeros, 0, spec=self.partial_spec(c)))
         return jax.lax.scan(body, first, jnp.arange(self.sizes.full, dtype=jnp.int32))
 
     def trip(
-        self, one: _Pass, part: Hoisted, size: int, i: Any, inputs: list[Any], fixed: list[Any], known: list[Any]
+        self,
+        one: Pass,
+        part: Hoisted,
+        size: int,
+        start: Any,
+        local: Any,
+        inputs: list[Any],
+        fixed: list[Any],
+        known: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """One share on every group of devices: (partial values, batch results), stacked along a leading dimension."""
+        """One share on every group of devices: (partial values, batch results), stacked along a leading dimension. It
+        begins with example `start` of the `local` of each group; `inputs` have all of these, or the share's only."""
         z, statuses = self.sizes, self.split.inputs
-        start = i * z.share
 
         def single(group, *batch):
             parts = iter(batch)
             args = [take(next(parts), s.dim + 1, start, size) if s.kind == "B" else x for x, s in zip(inputs, statuses)]
-            outs = part.run(args, fixed, group * z.local + start, known)
+            outs = part.run(args, fixed, group * local + start, known)
             return [wide(c.op, x) for x, c in zip(outs, one.wanted)], outs[len(one.wanted) :]
 
         batch = [(x, s.dim + 1) for x, s in zip(inputs, statuses) if s.kind == "B"]
@@ -286,7 +300,7 @@ class _Shares:
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
-    def reduced(self, one: _Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    def reduced(self, one: Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
         """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
         gradients over the plan's slow axes, together."""
         cuts = one.wanted
@@ -294,7 +308,7 @@ class _Shares:
         named_cuts = self._names(cuts) if self.plan.mesh.size > 1 else {}
         if named_cuts:
             stacked = {n: totals[c.var] for n, c in named_cuts.items()}
-            specs = {n: self._total_spec(c) for n, c in named_cuts.items()}
+            specs = {n: self.total_spec(c) for n, c in named_cuts.items()}
             reduce = self.reduce if one is self.passes[-1] else exact  # early totals: no memory
             made, new = reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
             state = dict(new)
@@ -305,15 +319,15 @@ class _Shares:
         x = x.astype(cut.var.aval.dtype)
         if self.plan.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, named(self.mesh, self._total_spec(cut)))
+        return jax.lax.with_sharding_constraint(x, named(self.mesh, self.total_spec(cut)))
 
     def inside(self, cut: Cut, x: Any) -> Any:
         """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
         ones reduce parts only; then over the rest at once. A gradient is left stacked along the plan's slow axes."""
-        z, spec, shape = self.sizes, self._total_spec(cut), self.plan.mesh.shape
+        z, spec, shape = self.sizes, self.total_spec(cut), self.plan.mesh.shape
         if self.plan.mesh.size == 1:
             return over(cut.op, x)
-        x = self.constrain(x, 0, spec=self._partial_spec(cut))
+        x = self.constrain(x, 0, spec=self.partial_spec(cut))
         if cut.op == "same":
             return own(x, self.mesh, z.axes)
         left, scattered, apart = z.axes, {a for axes in spec for a in axes}, self._apart(cut)
