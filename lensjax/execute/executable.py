@@ -238,9 +238,7 @@ def build(
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = _jax.deleted_argument_aborts()
     several = jax.process_count() > 1
-    return Executable(
-        fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, store, parts=parts
-    )
+    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, store, parts=parts)
 
 
 def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -25,8 +25,8 @@ from lensjax.passes import reduce as reduction
 from lensjax.passes.hoist import Hoisted
 from lensjax.passes.lift import lift
 from lensjax.passes.reduce import Reducer, combine
-from lensjax.passes.share_layout import join, stack
 from lensjax.passes.shardings import Shardings, named, whole
+from lensjax.passes.share_layout import join, stack
 from lensjax.passes.shares import Pass, Shares
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import shape_of
@@ -39,9 +39,9 @@ def counts(plan: Plan) -> bool:
 
 
 class Counted:
-    """The programs of a step of one batch size under a plan. `shares`: what they are made from; `values`: the numbers
-    that belong to the size, the last of the arguments `fixed` (those without a batch); `batch`: the others; `arguments`: where all of them lie. Raises
-    PlanError as `passes.shares` does."""
+    """The programs of a step of one batch size under a plan. `shares`: what they are made from; `arguments`: where all
+    arguments lie; `batch`, `fixed`: positions of those with and without a batch; `values`: the numbers that belong to
+    the size, the last of `fixed`. Raises PlanError as `passes.shares` does."""
 
     def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer):
         lifted = lift(program)
@@ -155,4 +155,3 @@ class Counted:
         for i, x in (*zip(self.fixed, fixed), *zip(self.batch, batch)):
             inputs[i] = x
         return inputs
-

@@ -246,7 +246,9 @@ class Shares:
                 sums, outs = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known)
                 collected.append([x[None] for x in outs])
             else:
-                sums, outs = self.loop(one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known))
+                sums, outs = self.loop(
+                    one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known)
+                )
                 collected.append(outs)
         if one.last is not None:
             fixed = one.last.before(inputs)
