@@ -9,7 +9,10 @@ extra `bench`) in this Python or in the one that `--torch-python` names, else it
 
     step_s       median of a step, seconds
     reduction_s  that, less the median of a step that leaves the slow link out (of the same framework)
+    predicted_s  bytes that our plan has a host send over the link's rate, and the coding: what the gate reckons with
+    coding_s     median of a step that codes but leaves the slow link out, less that of one that does not code
     wire_bytes   bytes that a host puts on the link per step, as the interface counts them, the larger of both hosts
+    planned_bytes  those that our plan has it send
     loss         mean of the last turn, after the same number of steps
     loss_at_time the same after equal time: that of the fastest method's whole run, at each method's own step time
 """
@@ -20,6 +23,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -88,11 +92,20 @@ def set_rate(names: list[str], rate: str) -> None:
         subprocess.run(command.split(), check=True)
 
 
+def bytes_per_second(rate: str) -> float:
+    """Of a rate in tc's notation: "100mbit"."""
+    found = re.fullmatch(r"([0-9.]+)([kmg]?)bit", rate)
+    if found is None:
+        raise SystemExit(f"--rate {rate}: bits per second, as in 100mbit")
+    return float(found[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
+
+
 def measure(pairs: list[Pair], rates: list[str], names: list[str], rounds: int, steps: int, say) -> list[dict]:
     """A row for each rate and method. Training goes on from rate to rate; the first turn of all (it compiles) does not
     count in times or bytes."""
     methods = [(pair, m) for pair in pairs for m in pair.methods]
     done = dict.fromkeys([m for _, m in methods], 0)
+    planned = {m: sent for pair in pairs for m, sent in pair.methods.items()}
     losses: dict[str, list[float]] = {m: [] for m in done}
     for pair, m in methods:
         say(f"compiling {m}")
@@ -112,32 +125,84 @@ def measure(pairs: list[Pair], rates: list[str], names: list[str], rounds: int, 
                 sent[m].append(result["bytes"])
                 losses[m] += result["losses"]
         step_s = {m: statistics.median(v) for m, v in seconds.items()}
-        shortest = min(step_s[m] for m in done if not m.endswith("local")) * rounds * steps
-        for m in done:
-            if m.endswith("local"):
-                continue
+        linked = [m for m in done if "local" not in m]
+        shortest = min(step_s[m] for m in linked) * rounds * steps
+        for m in linked:
             base = step_s["torch-local" if m.startswith("torch") else "local"]
+            coding = step_s.get(f"local-{m}", base) - base
             until = len(losses[m]) - rounds * steps + max(1, int(shortest / step_s[m]))
-            rows.append({
-                "rate": rate, "method": m, "step_s": step_s[m], "reduction_s": step_s[m] - base,
-                "wire_bytes": round(statistics.median(sent[m])), "loss": statistics.mean(losses[m][-steps:]),
-                "loss_at_time": statistics.mean(losses[m][max(0, until - steps) : until]), "steps": done[m],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "rate": rate,
+                    "method": m,
+                    "step_s": step_s[m],
+                    "reduction_s": step_s[m] - base,
+                    "coding_s": coding,
+                    "predicted_s": None if planned[m] is None else planned[m] / bytes_per_second(rate) + coding,
+                    "planned_bytes": planned[m],
+                    "wire_bytes": round(statistics.median(sent[m])),
+                    "loss": statistics.mean(losses[m][-steps:]),
+                    "loss_at_time": statistics.mean(losses[m][max(0, until - steps) : until]),
+                    "steps": done[m],
+                }
+            )
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    head = f"{'rate':>9} {'method':<19} {'step':>9} {'reduction':>10} {'x flat':>7} {'MB/step':>8} {'loss':>7} "
-    head += f"{'at time':>8}"
+    head = f"{'rate':>9} {'method':<19} {'step':>9} {'reduction':>10} {'predicted':>10} {'x flat':>7} {'MB/step':>8} "
+    head += f"{'planned':>8} {'loss':>7} {'at time':>8}"
     lines = [head, "-" * len(head)]
     for row in rows:
         flat = next(r for r in rows if r["rate"] == row["rate"] and r["method"] == "flat")
         gain = f"{flat['reduction_s'] / row['reduction_s']:7.2f}" if row["reduction_s"] > 0 else "      -"
         lines.append(
-            f"{row['rate']:>9} {row['method']:<19} {row['step_s'] * 1e3:>6.0f} ms {row['reduction_s'] * 1e3:>7.0f} ms "
-            f"{gain} {row['wire_bytes'] / 1e6:>8.2f} {row['loss']:>7.3f} {row['loss_at_time']:>8.3f}"
+            f"{row['rate']:>9} {row['method']:<19} {_ms(row['step_s']):>9} {_ms(row['reduction_s']):>10} "
+            f"{_ms(row['predicted_s']):>10} {gain} {_mb(row['wire_bytes']):>8} {_mb(row['planned_bytes']):>8} "
+            f"{row['loss']:>7.3f} {row['loss_at_time']:>8.3f}"
         )
     return "\n".join(lines)
+
+
+def page(rows: list[dict], command: str, pictured: str) -> str:
+    """docs/slow_link.md: what was measured, by which command, in the words that the figures bear."""
+    rates = list(dict.fromkeys(r["rate"] for r in rows))
+    out = [
+        "# A slow link between two hosts",
+        "",
+        f"`{command}` wrote this page and its picture: two network namespaces on a machine of {os.cpu_count()} cores, "
+        "joined by a pair of interfaces whose rate is limited each way; in each four emulated devices of JAX with gloo "
+        "between them, and one process of PyTorch. All methods train the same decoder (9.5 MiB of float32 gradient on "
+        "each device) from the same start on the same batches, in turns.",
+        "",
+        "- **reduction**: the median step, less the median step of the same framework without the link;",
+        "- **predicted**: the bytes that the plan has a host send over the rate of the link, and the coding (a step "
+        "that codes without the link, less one that does not code);",
+        "- **MB**: bytes that a host put on the link per step, counted by the interface, and planned;",
+        "- **loss** after equal steps, and after the time that the fastest method took for all of its own.",
+        "",
+        f"![Step time and bytes on the link, by method]({pictured})",
+    ]
+    for rate in rates:
+        mine = [r for r in rows if r["rate"] == rate]
+        flat = next(r for r in mine if r["method"] == "flat")
+        out += ["", f"## {rate}", ""]
+        out += ["| method | step | reduction | predicted | x flat | MB | planned | loss | at equal time |"]
+        out += ["|---|---|---|---|---|---|---|---|---|"]
+        for r in mine:
+            gain = f"{flat['reduction_s'] / r['reduction_s']:.1f}" if r["reduction_s"] > 0 else "-"
+            cells = [r["method"], *map(_ms, (r["step_s"], r["reduction_s"], r["predicted_s"])), gain]
+            cells += [_mb(r["wire_bytes"]), _mb(r["planned_bytes"]), f"{r['loss']:.3f}", f"{r['loss_at_time']:.3f}"]
+            out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out) + "\n"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def _mb(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.2f}"
 
 
 def picture(rows: list[dict], path: str) -> None:
@@ -185,8 +250,11 @@ def main() -> None:
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--png", metavar="FILE")
+    parser.add_argument("--page", action="store_true", help="write docs/slow_link.md and its picture")
     args = parser.parse_args()
     rates = args.rate or ["100mbit"]
+    for rate in rates:
+        bytes_per_second(rate)
     if reason := netns.missing():
         raise SystemExit(f"no slow link can be made here: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
@@ -206,6 +274,11 @@ def main() -> None:
         Path(args.json).write_text(json.dumps({"schema": 1, "rows": rows, "skipped": skipped}, indent=1) + "\n")
     if args.png:
         picture(rows, args.png)
+    if args.page:
+        picture(rows, str(ROOT / "docs" / "slow_link.png"))
+        given = " ".join(f"--rate {rate}" for rate in rates)
+        command = f"python benchmarks/slow_link.py --page {given} --rounds {args.rounds} --steps {args.steps}"
+        (ROOT / "docs" / "slow_link.md").write_text(page(rows, command, "slow_link.png"), encoding="utf-8")
     print("\n" + table(rows) + (f"\nPyTorch left out: {without}" if without else ""))
 
 

@@ -19,6 +19,7 @@ from slow_link_model import BETA1, BETA2, EPS, HEADS, RATE, SEQ, WIDTH, paramete
 from lensjax import comm
 
 # method -> (slow axes, fast axes, codec). "local" leaves the slow link out: what its steps take is no reduction.
+# "local-CODEC" codes as CODEC does, on a mesh of this host alone: what it takes more than "local" is coding.
 METHODS = {
     "local": ("gpu", (), "exact"),
     "flat": (("node", "gpu"), (), "exact"),
@@ -28,6 +29,7 @@ METHODS = {
     "int4": ("node", "gpu", comm.Policy("int4")),
     "powersgd": ("node", "gpu", comm.Policy("powersgd:4:stacked=1")),
 }
+METHODS |= {f"local-{name}": METHODS[name] for name in ("bf16", "int8", "int4", "powersgd")}
 
 
 def loss_of(p: dict, tokens: jax.Array) -> jax.Array:
@@ -69,25 +71,42 @@ def make_step(mesh: Mesh, method: str):
     return jax.jit(mapped, donate_argnums=(0, 1, 2, 4)), residual
 
 
+def planned(mesh: Mesh, method: str) -> int:
+    """Bytes that the plan of a reduction has a host put on the link: its devices' own, or those of the one device at
+    which a ring over all devices leaves the host."""
+    axes, inner, codec = METHODS[method]
+    if method.startswith("local"):
+        return 0
+    sent = comm.reduction(
+        parameters(), mesh=mesh, spec=P(), axes=axes, inner=inner, codec=codec, partial=True
+    ).wire_bytes
+    return sent if "gpu" in axes else sent * mesh.shape["gpu"]
+
+
 def main() -> None:
     host, coordinator = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(coordinator, num_processes=2, process_id=host)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+    alone = Mesh(np.array(jax.local_devices()).reshape(1, 4), mesh.axis_names, axis_types=mesh.axis_types)
+    on = {method: alone if method.startswith("local-") else mesh for method in METHODS}
+    place = lambda x, on, spec: jax.make_array_from_callback(x.shape, NamedSharding(on, spec), lambda i: x[i])
     compiled, states = {}, {}
     for method in METHODS:
-        compiled[method], residual = make_step(mesh, method)
-        zeros = lambda: {k: place(np.zeros_like(v), P()) for k, v in parameters().items()}
-        start = {k: place(v, P()) for k, v in parameters().items()}
-        states[method] = (start, zeros(), zeros(), place(np.zeros((), np.float32), P()), residual)
+        compiled[method], residual = make_step(on[method], method)
+        zeros = lambda to=on[method]: {k: place(np.zeros_like(v), to, P()) for k, v in parameters().items()}
+        start = {k: place(v, on[method], P()) for k, v in parameters().items()}
+        states[method] = (start, zeros(), zeros(), place(np.zeros((), np.float32), on[method], P()), residual)
 
     def step(method: str, tokens: np.ndarray) -> float:
-        *state, losses = compiled[method](*states[method], place(tokens, P(("node", "gpu"))))
+        if on[method] is alone:  # a host's part of the batch, as elsewhere
+            tokens = np.split(tokens, 2)[host]
+        *state, losses = compiled[method](*states[method], place(tokens, on[method], P(("node", "gpu"))))
         states[method] = tuple(state)
-        # A device's loss is its part of the mean; this host's devices are half of them.
-        return 2 * sum(float(np.asarray(s.data)[0]) for s in jax.block_until_ready(losses).addressable_shards)
+        # A device's loss is its part of the mean; this host's devices are a part of them.
+        part = sum(float(np.asarray(s.data)[0]) for s in jax.block_until_ready(losses).addressable_shards)
+        return part * on[method].size / 4
 
-    serve(step, list(METHODS))
+    serve(step, {m: planned(mesh, m) for m in METHODS})
 
 
 main()

@@ -50,8 +50,9 @@ def bytes_sent() -> int:
     return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
 
 
-def serve(step: Callable[[str, np.ndarray], float], methods: list[str]) -> None:
-    """Answers the parent: {"method", "steps", "start"} -> {"seconds": [...], "losses": [...], "bytes": sent}."""
+def serve(step: Callable[[str, np.ndarray], float], methods: dict[str, int | None]) -> None:
+    """Answers the parent: {"method", "steps", "start"} -> {"seconds": [...], "losses": [...], "bytes": sent}.
+    `methods`: by name, the bytes that a host is planned to send per step (None: nobody planned)."""
     text = corpus()
     print(json.dumps({"ready": methods}), flush=True)
     for line in sys.stdin:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from lensjax.commands import Result
-from lensjax.commands.target import add_target, check_writable, load_target, user_code
+from lensjax.commands.target import PICTURES, add_target, check_writable, load_target, user_code
 
 HELP = "plan a training step for a cluster, without any device"
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="PATH", help="also say why this tensor is split so, and what else would cost"
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw what holds the memory, from start to end of a step")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> Result:
     from lensjax.topology.cluster import Cluster
 
     check_writable(args.out)
+    check_writable(args.picture, PICTURES)
     cluster = Cluster.parse(args.cluster)
     seconds: dict[str, float] = {}
     with steps("planning", quiet=args.json) as progress:
@@ -69,8 +71,18 @@ def run(args: argparse.Namespace) -> Result:
         )
         choice = make_plan(program, cluster, options)
         seconds["search"] = time.perf_counter() - start
+        progress("what pipeline stages would gain")
+        start = time.perf_counter()
+        choice.pipelines  # noqa: B018 (found here, where it is timed)
+        seconds["pipelines"] = time.perf_counter() - start
     if args.out:
         choice.plan.save(args.out)
+    if args.picture:
+        from lensjax.cost.composition import composition_of
+        from lensjax.report.memory import draw
+
+        title = f"{args.target} under {choice.plan.name} on {args.cluster}"
+        draw(composition_of(program, choice.plan, cluster), args.picture, title, choice.memory)
     data = _data(choice, seconds)
     shown: tuple[Any, ...] = explanation(program, choice)
     if args.explain:
@@ -80,16 +92,36 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    from lensjax.report.explain import peak_by
+
     p = choice.plan.predicted
     return {
         "plan": choice.plan.to_dict(),
         "predicted": {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "tiers": dict(p.tiers)},
+        "peak_by": peak_by(choice.plan),
         "presets": [_row(c, choice.memory) for c in choice.candidates if not c.searched],
+        "pipelines": [_pipelined(p, choice) for p in choice.pipelines],
         "proposals": [_row(c, choice.memory) for c in choice.candidates if c.searched],
         "gap": choice.gap,
         "bound_s": choice.bound,
         "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
         "seconds": seconds,
+    }
+
+
+def _pipelined(p: Any, choice: Any) -> dict[str, Any]:
+    return {
+        "stages": p.pipeline.stages,
+        "schedule": p.pipeline.schedule,
+        "sizes": p.pipeline.sizes,
+        "devices": p.devices,
+        "micro": p.micro,
+        "step_s": p.step_s,
+        "gain": choice.plan.predicted.step_s / p.step_s - 1,
+        "bubble": p.bubble,
+        "peak_bytes": p.peak_bytes,
+        "same_numbers": bool(choice.problem.program.split.micro),
+        "meshes": [s.mesh for s in p.stages],
     }
 
 

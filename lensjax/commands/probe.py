@@ -8,12 +8,11 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lensjax._errors import UsageError
 from lensjax.commands import Result
-from lensjax.commands.target import PICTURES, check_writable
+from lensjax.commands.target import CLUSTERS, PICTURES, check_writable, write_cluster
 
 HELP = "measure the links between the devices at hand and write a cluster file"
 
@@ -90,10 +89,8 @@ def _prepare(args: argparse.Namespace) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
         os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={args.emulate}"])
-    check_writable(args.out)
+    check_writable(args.out, CLUSTERS, "cluster")
     check_writable(args.png, PICTURES)
-    if args.out and Path(args.out).suffix not in (".yaml", ".yml", ".json"):
-        raise UsageError(f"--out {args.out!r}: a cluster file ends in .yaml or .json")
     together = (args.coordinator, args.processes, args.process)
     if any(v is not None for v in together):
         if any(v is None for v in together):
@@ -147,8 +144,7 @@ def _write(args: argparse.Namespace, cluster: Any, found: Any, points: Any) -> d
     from lensjax.topology.probe_plot import plot_png
 
     if args.out:
-        text = cluster.to_json() if args.out.endswith(".json") else cluster.to_yaml()
-        Path(args.out).write_text(text, encoding="utf-8")
+        write_cluster(cluster, args.out)
     if args.png:
         plot_png(cluster, found, points, args.png)
     return {"file": args.out, "png": args.png}

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -137,23 +136,39 @@ def _line_of(error: BaseException) -> str:
 
 
 PICTURES = (".png", ".svg", ".pdf")
+CLUSTERS = (".yaml", ".yml", ".json")
 
 
-def check_writable(path: str | None, endings: tuple[str, ...] = ()) -> None:
-    """Raises UsageError for a file that cannot be written, or does not end in one of `endings`: before the work, not
-    after it."""
+def check_writable(path: str | None, endings: tuple[str, ...] = (), what: str = "picture") -> None:
+    """Raises UsageError for a file that cannot be written, or does not end in one of `endings` as a `what` does: before
+    the work, not after it."""
     if path is None:
         return
     target = Path(path)
     if endings and target.suffix.lower() not in endings:
-        raise UsageError(f"{path} cannot be written as a picture", hint=f"a file that ends in {' or '.join(endings)}")
+        raise UsageError(f"{path} cannot be written as a {what}", hint=f"a file that ends in {' or '.join(endings)}")
     folder = target.parent
     if not folder.is_dir():
         why = f"there is no folder {str(folder)!r}"
     elif target.is_dir():
         why = "it is a folder"
-    elif not os.access(target if target.exists() else folder, os.W_OK):
-        why = "permission denied"
+    elif target.exists() and not target.is_file():
+        return  # a pipe or a device: to open it may wait for a reader
     else:
-        return
+        new = not target.exists()
+        try:  # permissions do not tell: a file system may be read-only, or take no files
+            with open(target, "ab"):
+                pass
+        except OSError as e:
+            why = (e.strerror or str(e)).lower()
+        else:
+            if new:
+                target.unlink()
+            return
     raise UsageError(f"{path} cannot be written: {why}")
+
+
+def write_cluster(cluster: Any, path: str) -> None:
+    """Writes a cluster file in the format that its ending (one of CLUSTERS) names."""
+    text = cluster.to_json() if Path(path).suffix.lower() == ".json" else cluster.to_yaml()
+    Path(path).write_text(text, encoding="utf-8")

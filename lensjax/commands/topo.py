@@ -9,6 +9,7 @@ from typing import Any
 
 from lensjax._errors import UsageError
 from lensjax.commands import Result
+from lensjax.commands.target import CLUSTERS, PICTURES, check_writable, write_cluster
 
 HELP = "Show the links of a machine (catalogue, file, or the one at hand) and where a mesh would sit."
 
@@ -70,11 +71,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--nodes is for --read nvidia-smi and nccl-xml", hint="elsewhere the spec or the text tells")
     if args.machine and kind is None:
         raise UsageError("--machine is for --read", hint=f"lensjax topo {args.machine} shows the machine itself")
-    for option, path, endings in (("--png", args.png, (".png",)), ("--save", args.save, (".yaml", ".yml", ".json"))):
-        if path and (Path(path).suffix not in endings or not Path(path).name.strip(".")):
-            raise UsageError(f"{option} {path!r}", hint=f"a file that ends in {' or '.join(endings)}")
-        if path and not Path(path).parent.is_dir():
-            raise UsageError(f"{option}: no folder {str(Path(path).parent)!r} to write {path!r} in")
+    check_writable(args.png, PICTURES)
+    check_writable(args.save, CLUSTERS, "cluster")
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Any, tuple]:
@@ -149,8 +147,7 @@ def _write(args: argparse.Namespace, cluster: Any) -> list[str]:
         draw(cluster, args.png)
         files.append(args.png)
     if args.save:
-        text = cluster.to_json() if args.save.endswith(".json") else cluster.to_yaml()
-        Path(args.save).write_text(text, encoding="utf-8")
+        write_cluster(cluster, args.save)
         files.append(args.save)
     return files
 

@@ -77,6 +77,7 @@ def to_json(proof: Proof) -> dict[str, Any]:
         "target": proof.audit.artifact.target,
         "devices": proof.audit.artifact.devices,
         "memory": {"planned_peak": proof.predicted.peak_bytes, "compiled_peak": peak.bytes, "host": peak.host_bytes},
+        "allocator": _allocator(proof),
         "tiers": {n: {"planned_bytes": p, "compiled_bytes": c} for n, (p, c) in proof.tiers.items()},
         "collectives": [
             {"kind": r.kind, "axes": list(r.axes), "planned_bytes": r.planned, "compiled_bytes": r.compiled}
@@ -92,3 +93,10 @@ def to_json(proof: Proof) -> dict[str, Any]:
         "unknown": list(proof.audit.unknown),
         "notes": list(proof.audit.notes),
     }
+
+
+def _allocator(proof: Proof) -> dict[str, Any] | None:
+    from lensjax.verify.fragments import advice
+
+    found, room = proof.audit.fragmentation, proof.audit.device_memory
+    return None if found is None else {**found.to_json(), "advice": advice(found, room)}

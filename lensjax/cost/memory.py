@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from lensjax.cost.heap import Buffer, live, pack
 from lensjax.cost.layout import inner_gather, transposed_stacks
+from lensjax.cost.purpose import Purposes
 from lensjax.cost.schedule import Step, steps_of
 from lensjax.partition.data import Body, Partitioned, Value
 from lensjax.partition.fusion import Fusion, Fusions
-from lensjax.partition.simplify import COLLECTIVES
 from lensjax.topology.cluster import Device
 
 _MATMULS = ("stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot")
@@ -26,9 +27,8 @@ _MATMULS = ("stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot")
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes per device. `arguments` and `results` (those without a donated argument) exist throughout; `temporaries` is
-    the heap of everything else, and `held` says what that consists of when most is alive: "activations" (made around
-    the loop that is running), "communication" (what collectives returned), "temporaries" (made where it happens) and
-    "fragments" (lost between buffers)."""
+    the heap of everything else, and `held` says what that consists of when most is alive: "gradients", "activations",
+    "communication", "temporaries" (see `lensjax.cost.purpose`) and "fragments" (lost between buffers)."""
 
     arguments: float
     results: float
@@ -40,21 +40,26 @@ class Memory:
         return self.arguments + self.results + self.temporaries
 
 
-def memory(p: Partitioned, workspace: float = 0.0) -> Memory:
-    """Peak memory of a partitioned step. `workspace`: bytes of scratch that a matmul asks for (see `workspace_of`)."""
-    buffers = temporaries(p, workspace)
-    peak, when = live(buffers)
-    heap = pack(buffers)
-    there = [b for b in buffers if b.start <= when <= b.end]
-    inside = max((b.depth for b in there), default=0)
+def memory(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None = None) -> Memory:
+    """Peak memory of a partitioned step. `workspace`: bytes of scratch that a matmul asks for (see `workspace_of`);
+    `roles`: what its arguments are for, in order, to tell gradients from other temporaries."""
+    heap = heap_of(p, workspace, roles)
+    peak, when = live(heap.buffers)
+    packed = pack(heap.buffers)
     held: defaultdict[str, float] = defaultdict(float)
-    for b in there:
-        held["activations" if b.kind == "temporaries" and b.depth < inside else b.kind] += b.size
-    held["fragments"] = heap - peak
+    for b in heap.pieces:
+        if b.start <= when <= b.end:
+            held[b.kind] += b.size
+    held["fragments"] = packed - peak
+    arguments, results = outside(p)
+    return Memory(arguments, results, packed, {k: v for k, v in held.items() if v})
+
+
+def outside(p: Partitioned) -> tuple[float, float]:
+    """Bytes per device of the arguments, and of the results for which none was donated."""
     donated = set(p.donated.values())
     fresh = [v for r, v in enumerate(p.body.results) if r not in donated and v not in p.body.arguments]
-    arguments = sum(p.values[v].bytes for v in p.body.arguments)
-    return Memory(arguments, sum(p.values[v].bytes for v in fresh), heap, {k: v for k, v in held.items() if v})
+    return sum(p.values[v].bytes for v in p.body.arguments), sum(p.values[v].bytes for v in fresh)
 
 
 def workspace_of(device: Device) -> float:
@@ -65,34 +70,49 @@ def workspace_of(device: Device) -> float:
     return float(2**22 if device.name.startswith(("V100", "A100", "A10", "L4", "T4")) else 2**25)
 
 
+class Heap(NamedTuple):
+    """Temporary buffers with the steps between which they live, loops written out once in their place. `pieces` are
+    the same bytes by what they are for: a buffer that is written over with something else of its size is several."""
+
+    buffers: list[Buffer]
+    pieces: list[Buffer]
+
+
 def temporaries(p: Partitioned, workspace: float = 0.0) -> list[Buffer]:
-    """Every temporary buffer with the steps between which it lives, loops written out once in their place."""
+    """Every temporary buffer of a partitioned step."""
+    return heap_of(p, workspace).buffers
+
+
+def heap_of(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None = None) -> Heap:
+    """The temporary buffers of a partitioned step, and what they are for."""
     # The schedule's, unless values were moved since (to the host).
     fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values)
     model = fusions(p.body)
     transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs}
     outside = {model.buffer(v) for v in p.body.results} - transposed | set(p.body.arguments)
-    walk = _Walk(fusions, workspace)
+    walk = _Walk(fusions, workspace, Purposes(p, fusions, roles))
     walk.body(p.body, outside, 0)
-    return walk.buffers
+    return Heap(walk.buffers, walk.pieces)
 
 
 class _Walk:
     """Numbers the steps of nested bodies and collects their buffers."""
 
-    def __init__(self, fusions: Fusions, workspace: float):
-        self.fusions, self.values, self.workspace = fusions, fusions.values, workspace
+    def __init__(self, fusions: Fusions, workspace: float, purposes: Purposes):
+        self.fusions, self.values, self.workspace, self.purposes = fusions, fusions.values, workspace, purposes
         self.clock = 0
         self.buffers: list[Buffer] = []
+        self.pieces: list[Buffer] = []
 
     def body(self, body: Body, outside: set[int], depth: int) -> None:
         """`outside`: values whose memory is accounted for elsewhere."""
         model = self.fusions(body)
         steps = steps_of(body, model, self.values, depth > 0)
+        purpose = self.purposes.of(body, steps, model)
         last = _last_reads(steps, body, model)
         shared = outside | (self.carried(body, steps, last, model) if depth else set())
         ends: list[int] = []
-        born: dict[int, tuple[int, str]] = {}  # value that owns a buffer -> when, what for
+        owns: dict[int, list[tuple[int, str]]] = {}  # value that owns a buffer -> what it is for from when on
         until: dict[int, int] = {}  # and the position of the last step that reads it
         owner: dict[int, int] = {}
         dying: defaultdict[int, list[int]] = defaultdict(list)  # position -> values that own a buffer, read there last
@@ -105,25 +125,31 @@ class _Walk:
                 owner[new] = owner[old]
                 until[owner[new]] = last[new]
                 dying[last[new]].append(new)
+                owns[owner[new]].append((start, purpose[new]))
             for v in made:
                 if v not in owner:
                     owner[v] = v
-                    born[v] = (start, "communication" if step.node.name in COLLECTIVES else "temporaries")
+                    owns[v] = [(start, purpose[v])]
                     until[v] = last[v]
                     dying[last[v]].append(v)
             if step.node.name in _MATMULS:
-                self.buffers.append(Buffer(start, start, self.workspace, "temporaries", depth))
+                self.add(Buffer(start, start, self.workspace, "temporaries", depth))
             for inner in step.node.bodies:
                 self.body(inner, set(inner.arguments), depth + 1)
             if step.node.bodies and not depth:
                 for v in transposed_stacks(step.node, self.values) & set(body.arguments):
                     copies[v] = (copies.get(v, (start, 0))[0], self.clock)
             ends.append(self.clock)
-        for v, (start, kind) in born.items():
+        for v, uses in owns.items():
             end = ends[until[v]] if until[v] < len(ends) else self.clock
-            self.buffers.append(Buffer(start, end, self.values[v].bytes, kind, depth, v))
+            whole = Buffer(uses[0][0], end, self.values[v].bytes, uses[0][1], depth, v)
+            self.add(whole, [whole._replace(start=a, end=b, kind=k) for a, b, k in _spans(uses, end)])
         for v, (start, end) in copies.items():
-            self.buffers.append(Buffer(start, end, self.values[v].bytes, "temporaries", depth, v))
+            self.add(Buffer(start, end, self.values[v].bytes, "temporaries", depth, v))
+
+    def add(self, buffer: Buffer, pieces: Sequence[Buffer] = ()) -> None:
+        self.buffers.append(buffer)
+        self.pieces += pieces or (buffer,)
 
     def carried(self, body: Body, steps: list[Step], last: Mapping[int, int], model: Fusion) -> set[int]:
         """Values of a loop body that are written over the carried value that they replace: nobody reads it any more."""
@@ -151,6 +177,12 @@ def reused(step: Step, free: list[int], made: list[int], values: Sequence[Value]
             pairs.append((old, new))
             left.remove(old)
     return pairs
+
+
+def _spans(uses: Sequence[tuple[int, str]], end: int) -> list[tuple[int, int, str]]:
+    """(first, last, what for) of the uses of a buffer that lives until `end`, from when each begins."""
+    stops = [start - 1 for start, _ in uses[1:]] + [end]
+    return [(start, stop, kind) for (start, kind), stop in zip(uses, stops)]
 
 
 def _last_reads(steps: list[Step], body: Body, model: Fusion) -> dict[int, int]:

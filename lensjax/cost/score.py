@@ -28,7 +28,7 @@ class Cost:
     exposed_s:  what communication adds after overlap.
     tiers:      wire bytes sent on each tier, ring factor included, for the device that sends most.
     peak_bytes: with `held` saying what holds them: the roles that were given (or "arguments"), "results",
-                "activations", "communication", "temporaries".
+                "gradients", "activations", "communication", "temporaries" (see `lensjax.cost.purpose`), "fragments".
     flops:      of matmuls and convolutions, on one device.
     host_bytes: in the host's memory. Copies to and from it run beside everything else: a step takes at least as long as
                 its host link is busy.
@@ -67,7 +67,7 @@ def cost(
     for c in p.collectives:
         for tier, sent in prices.wire(c).items():
             tiers[tier] += sent * c.trips
-    peak = memory(p, workspace_of(cluster.device))
+    peak = memory(p, workspace_of(cluster.device), roles)
     return Cost(
         step_s=max(times.total, moved / cluster.device.host_bandwidth if moved else 0.0),
         compute_s=times.compute,

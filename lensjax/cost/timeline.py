@@ -1,10 +1,11 @@
 """How long a step takes when communication hides behind independent computation.
 
 Two resources, compute and network, each doing one thing at a time. A collective starts when what it sends is ready and
-the network is free; of the operations that are ready the earliest in the program runs next. Loops run body after body,
-with nothing carried over from one to the next. This is list scheduling (Graham 1969), which is what XLA's
-latency-hiding scheduler does with a cost model (xla/service/latency_hiding_scheduler.cc); NVIDIA's JAX images switch it
-on for GPUs (--xla_gpu_enable_latency_hiding_scheduler=true), TPUs always have it.
+the network is free; of the operations that are ready the earliest in the program runs next, of the collectives the one
+that the longest chain waits for. Loops run body after body, with nothing carried over from one to the next. This is
+list scheduling (Graham 1969), which is what XLA's latency-hiding scheduler does with a cost model
+(xla/service/latency_hiding_scheduler.cc); NVIDIA's JAX images switch it on for GPUs
+(--xla_gpu_enable_latency_hiding_scheduler=true), TPUs always have it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lensjax.cost.communication import Prices
 from lensjax.partition.data import Collective, Operation, Region
@@ -81,8 +82,8 @@ def _makespan(items: tuple[Item, ...], waits: list[set[int]], seconds: dict[int,
     for i, w in enumerate(waits):
         for j in w:
             after[j].append(i)
-    done = [0.0] * len(items)
-    queues = (_Queue(), _Queue())  # compute, network
+    done, rest = [0.0] * len(items), _rests(after, seconds)
+    queues = (_Queue(range(len(items))), _Queue([-t for t in rest]))  # compute, network
     free = [0.0, 0.0]
 
     def enqueue(i: int) -> None:
@@ -106,13 +107,22 @@ def _makespan(items: tuple[Item, ...], waits: list[set[int]], seconds: dict[int,
     return max(done, default=0.0)
 
 
-class _Queue:
-    """What waits for one resource: items by when they are ready, and those that are, by their place in the program.
-    The times asked for never go back."""
+def _rests(after: dict[int, list[int]], seconds: dict[int, float]) -> list[float]:
+    """For each item, the seconds from its start to the end of all that waits for it, with nothing in the way."""
+    rest = [0.0] * len(seconds)
+    for i in reversed(range(len(rest))):
+        rest[i] = seconds[i] + max((rest[j] for j in after[i]), default=0.0)
+    return rest
 
-    def __init__(self):
+
+class _Queue:
+    """What waits for one resource: items by when they are ready, and those that are, by rank, then by their place in
+    the program. The times asked for never go back."""
+
+    def __init__(self, rank: Sequence[float]):
+        self.rank = rank
         self.later: list[tuple[float, int]] = []
-        self.ready: list[int] = []
+        self.ready: list[tuple[float, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self.later or self.ready)
@@ -125,7 +135,8 @@ class _Queue:
         return now if self.ready else max(now, self.later[0][0])
 
     def next(self, now: float) -> tuple[float, int]:
-        """(start, item): the earliest item of the program among those that are ready now; else the first that is."""
+        """(start, item): the first by rank among those that are ready now; else the first that is ready."""
         while self.later and self.later[0][0] <= now:
-            heapq.heappush(self.ready, heapq.heappop(self.later)[1])
-        return (now, heapq.heappop(self.ready)) if self.ready else heapq.heappop(self.later)
+            i = heapq.heappop(self.later)[1]
+            heapq.heappush(self.ready, (self.rank[i], i))
+        return (now, heapq.heappop(self.ready)[1]) if self.ready else heapq.heappop(self.later)

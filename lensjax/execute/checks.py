@@ -16,8 +16,9 @@ from lensjax.program.program import Program
 from lensjax.program.trace import Call, abstract, same, unfixed
 
 
-def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises StateError when a buffer was given up by an earlier call, or is a shape only."""
+def check_alive(paths: Sequence[str], leaves: Sequence[Any], program: Program | None) -> None:
+    """Raises StateError when a buffer was given up by an earlier call, or is a shape only. `program`: the planned one,
+    which knows what is batch."""
     if shapes := [path for path, x in zip(paths, leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
         raise StateError(
             f"{shapes[0]} is a ShapeDtypeStruct: there is nothing to compute with",
@@ -25,10 +26,17 @@ def check_alive(paths: Sequence[str], leaves: Sequence[Any]) -> None:
         )
     dead = [path for path, x in zip(paths, leaves) if isinstance(x, jax.Array) and x.is_deleted()]
     if dead:
-        more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
+        named = f"{dead[0]} and {len(dead) - 1} more" if len(dead) > 1 else dead[0]
+        were, are = ("were", "are") if len(dead) > 1 else ("was", "is")
+        batch = {a.path for a in program.arguments if a.role == "batch"} if program is not None else ()
+        if all(path in batch for path in dead):
+            raise StateError(
+                f"{named} {are} gone: batch that {were} deleted, or donated to another function",
+                hint="bring a batch whose arrays are still there; this step gives up its state only",
+                code="donated",
+            )
         raise StateError(
-            f"{dead[0]}{more} {'was' if len(dead) == 1 else 'were'} donated to an earlier call and "
-            f"{'is' if len(dead) == 1 else 'are'} gone",
+            f"{named} {were} donated to an earlier call and {are} gone",
             hint="go on with the state that the call returned (state, metrics = step(state, batch)), or use "
             "parallelize(donate=False) to keep the old one",
             code="donated",

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lensjax import _jax
+from lensjax.execute.ahead import ahead
 from lensjax.execute.place import place
 from lensjax.passes.compress import reducer
 from lensjax.passes.counted import Counted
@@ -59,6 +60,7 @@ class Parts:
         program, plan, mesh = emitted.program, emitted.plan, emitted.mesh
         self.counted = Counted(program, plan, mesh, resolve(program, plan), reducer(plan))
         self.passes: list[_Through] = []
+        self.ahead = ahead(mesh)  # each of these programs waits in the devices' queues as a whole step does
 
     @property
     def said(self) -> str:
@@ -188,25 +190,24 @@ class Parts:
         totals: list[list[Any]] = []
         sums, pieces = [], []
         for one in self.passes:
-            start, sums = one.begin()
+            start, sums = self.ahead(one.begin())
             pieces = []
             for trip in one.trips:
-                copies, made = trip.prepare(fixed) if trip.prepare is not None else ([], [])
+                copies, made = self.ahead(trip.prepare(fixed)) if trip.prepare is not None else ([], [])
                 read, known, outs = self._read(fixed, copies), [totals[p][k] for p, k in one.known], []
                 for _ in range(trip.count):
-                    micro = trip.cut(start, batch)
-                    start, sums, results = trip.share(start, self.local, sums, read, made, known, micro)
+                    micro = self.ahead(trip.cut(start, batch))
+                    start, sums, results = self.ahead(trip.share(start, self.local, sums, read, made, known, micro))
                     outs.append(results)
                 pieces.append(outs)
             if one.totals is not None:
-                totals.append(one.totals(sums))
+                totals.append(self.ahead(one.totals(sums)))
         copies = made = read = micro = None  # gathered weights: gone before the update needs memory
         early = [totals[p][k] for p, k in self.early]
-        rest, hidden = self.update(
-            [fixed[k] for k in self.gone], [fixed[k] for k in self.kept], sums, early, list(given[count:])
-        )
+        gone, kept = [fixed[k] for k in self.gone], [fixed[k] for k in self.kept]
+        rest, hidden = self.ahead(self.update(gone, kept, sums, early, list(given[count:])))
         results: list[Any] = [None] * len(e.results)
-        joined = self.join(pieces) if self.join is not None else []
+        joined = self.ahead(self.join(pieces)) if self.join is not None else []
         for r, x in zip((*c.shares.results, *c.shares.after.results), (*joined, *rest), strict=True):
             results[r] = x
         return [*results, *hidden]

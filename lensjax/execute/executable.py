@@ -20,6 +20,7 @@ import numpy as np
 from lensjax import _jax
 from lensjax._errors import CompileError, StateError
 from lensjax.execute import extra
+from lensjax.execute.ahead import Ahead, ahead
 from lensjax.execute.counted import Parts
 from lensjax.execute.place import place
 from lensjax.passes.counted import counts
@@ -38,10 +39,11 @@ class OtherSignature(Exception):
 class Executable:
     """A compiled step. `direct`: `jitted` takes the user's arguments; otherwise flat leaves, then the captured arrays.
     `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then.
-    `several`: there are other processes. `store`: the step's hidden state (see `execute.extra`). `elsewhere`: batch
-    leaves that were found committed to other devices: a loader that puts them there does so at every call, so every
-    call moves them. `parts`: the programs that run instead of `jitted`, where the number of micro-batches is open
-    (`lowered` and `compiled` are the whole step as one program all the same, made when they are asked for)."""
+    `several`: there are other processes. `ahead`: see `execute.ahead`. `store`: the step's hidden state (see
+    `execute.extra`). `elsewhere`: batch leaves that were found committed to other devices: a loader that puts them
+    there does so at every call, so every call moves them. `parts`: the programs that run instead of `jitted`, where the
+    number of micro-batches is open (`lowered` and `compiled` are the whole step as one program all the same, made when
+    they are asked for)."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -51,6 +53,7 @@ class Executable:
     guarded: bool
     numerics: tuple[Any, ...]
     several: bool
+    ahead: Ahead = dataclasses.field(compare=False)
     store: dict[str, Any] = dataclasses.field(default_factory=dict)
     elsewhere: set[int] = dataclasses.field(default_factory=set)
     parts: Parts | None = None
@@ -122,9 +125,10 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Raises OtherSignature before anything is computed or given up."""
         if not self.guarded:
-            return self._run(args, kwargs)
+            return self.ahead(self._run(args, kwargs))
         with self.lock:  # another thread may give up the same state between the look at it and the dispatch
-            return self._run(args, kwargs)
+            result = self._run(args, kwargs)
+        return self.ahead(result)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.direct and not self.several and not self.elsewhere:
@@ -238,7 +242,9 @@ def build(
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = _jax.deleted_argument_aborts()
     several = jax.process_count() > 1
-    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, store, parts=parts)
+    return Executable(
+        fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, ahead(mesh), store, parts=parts
+    )
 
 
 def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -131,7 +131,7 @@ class Step(Copied, Planned):
             return self._fn(*args, **kwargs)
         if self._program is not None:
             self._check_state(self._program, call)
-        check_alive(call.paths, call.leaves)
+        check_alive(call.paths, call.leaves, self._program)
         program = self._traced_already(call) or self._analyze(args, kwargs)
         ahead = self._ahead is not None and self._ahead[0] is program
         executable = self._executable() if ahead else self._build(program)
@@ -163,7 +163,7 @@ class Step(Copied, Planned):
             result = run(executable, args, kwargs)
         except (OtherSignature, RuntimeError) as e:
             if isinstance(e, OtherSignature) or "deleted" in str(e):  # by another thread, meanwhile
-                check_alive(executable.emitted.program.call.paths, leaves)
+                check_alive(executable.emitted.program.call.paths, leaves, executable.emitted.program)
             self._check_memory(executable, args, kwargs, e)
             raise
         if executable not in self._ready:
@@ -180,13 +180,13 @@ class Step(Copied, Planned):
             leaves = executable.leaves(args, kwargs)
             if leaves is None:
                 continue
-            check_alive(executable.emitted.program.call.paths, leaves)
+            check_alive(executable.emitted.program.call.paths, leaves, executable.emitted.program)
             if executable is self._run and not (executable.misplaced(leaves) or executable.shared(leaves)):
                 raise failure
             return self._start(executable, args, kwargs)
         call = flatten_call(self._fn, args, kwargs)
         self._check_state(self._run.emitted.program, call)
-        check_alive(call.paths, call.leaves)
+        check_alive(call.paths, call.leaves, self._program)
         program = self._analyze(args, kwargs)
         changed = self._run.numerics != _jax.numerics()
         note = f"{another(self._run.emitted.program, program, changed)}: the plan {self.plan.name!r} is used again"

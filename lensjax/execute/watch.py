@@ -25,6 +25,7 @@ BEAT = 1.0  # seconds between two signs of life
 DEAD = 20.0  # seconds without one
 GRACE = 3.0  # seconds for a process to raise the error itself
 ANSWER = 4.0  # seconds for the service to answer
+LEAVING = 0.1  # seconds between two looks of a process that is through
 
 
 class Watchman:
@@ -44,9 +45,10 @@ class Watchman:
         self.batches = 0  # global batches that this process made of its own parts
         self._batches: dict[int, int] = {}  # and the others, as of their last signs of life
         self._done = threading.Event()
+        self._leaving = False
         self._hook = sys.excepthook
         sys.excepthook = self._failed
-        atexit.register(self.leave)
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._watch, name="lensjax-watchman", daemon=True)
         self._thread.start()
 
@@ -69,6 +71,13 @@ class Watchman:
             self._fail(error)
         else:
             self._say("done", "")
+
+    def _at_exit(self) -> None:
+        """Leaves, and waits until all processes have: nothing of the watchman runs after that. A thread that is asking
+        JAX's service while the interpreter ends aborts the process."""
+        self.leave()
+        self._leaving = True
+        self._thread.join()
 
     def _failed(self, kind: type[BaseException], value: BaseException, trace: Any) -> None:
         """An exception that nobody caught: the others learn of it, and nothing waits for them."""
@@ -109,6 +118,8 @@ class Watchman:
     def _watch(self) -> None:
         beat, lost = 0, self._now
         while not self._wait() and self._member():
+            if self._leaving and len(self.through) == self._count:
+                return
             beat += 1
             try:
                 self._set("beat", f"{beat} {self.batches}")
@@ -139,7 +150,7 @@ class Watchman:
     def _wait(self) -> bool:
         """A beat's length. Whether this process is through."""
         start = time.monotonic()
-        done = self._done.wait(BEAT)
+        done = self._done.wait(LEAVING if self._leaving else BEAT)
         self._paused += max(time.monotonic() - start - 2 * BEAT, 0.0)
         self._now = time.monotonic() - self._paused
         return done

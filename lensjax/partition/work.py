@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from lensjax.partition.data import Body, Collective, Node, Operation, Region
@@ -12,6 +13,7 @@ from lensjax.partition.text import axis_size
 
 _LOOPS = ("stablehlo.while",)
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
+_MANUAL = "sdy.manual_computation"
 
 
 def schedule(body: Body, fusions: Fusions, mesh: Mapping[str, int]) -> Region:
@@ -31,6 +33,8 @@ class Worker:
     def items(self, node: Node, model: Fusion, trips: int) -> list[Operation | Collective | Region]:
         if node.name in ALIASES or node.name in FREE:
             return []
+        if node.name == _MANUAL:
+            return self.inlined(node, model, trips)
         if node.bodies:
             return [self.nested(node, model, trips)]
         if node.name in COLLECTIVES:
@@ -44,6 +48,23 @@ class Worker:
         count = (1 if node.trips is None else node.trips) if node.name in _LOOPS else 1
         regions = [self.region(b, count, trips, sorted(reads), node.outputs) for b in node.bodies]
         return max(regions, key=_weight)
+
+    def inlined(self, node: Node, model: Fusion, trips: int) -> list[Operation | Collective | Region]:
+        """The work of a region that is manual over mesh axes: the compiler puts it among the work around it, so that it
+        waits for what it reads alone."""
+        (body,) = node.bodies
+        inner, given = self.fusions(body), {a: model.buffer(v) for a, v in zip(body.arguments, node.inputs)}
+        results: dict[int, tuple[int, ...]] = {}
+        for v, out in zip(body.results, node.outputs):
+            results[inner.buffer(v)] = (*results.get(inner.buffer(v), ()), out)
+        return [
+            dataclasses.replace(
+                x,
+                reads=tuple(given.get(v, v) for v in x.reads),
+                writes=tuple(w for v in x.writes for w in (v, *results.get(v, ()))),
+            )
+            for x in self.region(body, trips=1, outer=trips).items
+        ]
 
     def collective(self, node: Node, model: Fusion, trips: int) -> Collective:
         group = 1

@@ -32,6 +32,11 @@ class Compressed:
     bucket: int
     inner: tuple[str, ...]
     field: str = "reduce"
+    length: int = 0
+
+    def layers(self, length: int) -> Compressed:
+        """The same for single layers of stacks of `length`: a leaf has the codec that the whole stack would have."""
+        return dataclasses.replace(self, length=length)
 
     def check(self, paths: Collection[str]) -> None:
         """Raises PlanError for a pin that matches none of the gradients' paths: a misspelt one would compress what it
@@ -43,7 +48,13 @@ class Compressed:
 
     def codec(self, path: str, leaf: jax.ShapeDtypeStruct) -> comm.Codec:
         """The codec of a gradient; a tensor that is used in several places may have several ("path#2")."""
-        return self.policy(re.sub(r"#\d+$", "", path), leaf)
+        path = re.sub(r"#\d+$", "", path)
+        if not self.length:
+            return self.policy(path, leaf)
+        codec = self.policy(path, jax.ShapeDtypeStruct((self.length, *leaf.shape), leaf.dtype))
+        if isinstance(codec, comm.PowerSGD) and codec.stacked:  # one of the dimensions that it counts is the loop's
+            return dataclasses.replace(codec, stacked=codec.stacked - 1)
+        return codec
 
     def __call__(
         self, stacked: Arrays, *, mesh: Any, specs: Specs, axes: tuple[str, ...], state: Arrays
@@ -106,13 +117,13 @@ def reducer(plan: Plan) -> Reducer:
     slow = slow_axes(plan)
     tiers = dict.fromkeys(a.tier for a in plan.mesh.axes if a.name in slow)
     how = {tier: plan.reduce[tier] for tier in tiers}
-    kinds = {(r.codec, r.bucket, tuple(r.pins.items())) for r in how.values()}
+    kinds = {(r.codec, r.bucket, tuple(r.pins.items()), r.inside) for r in how.values()}
     if len(kinds) > 1:
         codecs = ", ".join(r.codec for r in how.values())
         raise PlanError(
             f"fields {' and '.join(f'reduce.{t}' for t in how)} differ ({codecs}); the mesh axes "
             f"{', '.join(slow)} are reduced in one exchange",
-            hint="give these tiers the same codec, bucket and pins, or leave the faster one out: it is then exact",
+            hint="give these tiers the same codec, bucket, pins and inside, or leave the faster out: it is then exact",
         )
     chosen = next(iter(how.values()), Reduce())
     if chosen.codec == "exact":

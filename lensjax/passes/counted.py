@@ -114,7 +114,7 @@ class Counted:
     def share(self, one: Pass, part: Hoisted, size: int) -> Callable[..., Any]:
         def micro_batch(start, local, sums, read, made, known, batch):
             inputs = self._inputs(read, batch)
-            more, outs = self.shares.trip(one, part, size, start, local, inputs, made, known)
+            more, outs, _ = self.shares.trip(one, part, size, start, local, inputs, made, known)
             return start + size, [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
 
         return micro_batch

@@ -70,12 +70,12 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned, extra, copied = None, {}, ""
+    pinned, extra, copied, moved = None, {}, "", ""
     reduce = reduce or reducer(plan)
     if not splits(plan):
         secondary.check(plan, ())
     if splits(plan) and not note:
-        run, extra = shares(program, plan, mesh, shardings, reduce)
+        run, extra, moved = shares(program, plan, mesh, shardings, reduce)
         note = describe(plan)
         copied = secondary.describe(plan)
     else:
@@ -85,7 +85,7 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
-    notes = [n for n in (note, copied) if n]
+    notes = [n for n in (note, moved, copied) if n]
     lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
     if lines:
         where = ", ".join(line for line in lines if line) or "lines unknown"

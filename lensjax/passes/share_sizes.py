@@ -40,6 +40,12 @@ def slow_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(a for a in batch_axes(plan) if tier_of[a] in tiers and plan.mesh.shape[a] > 1)
 
 
+def inside_loops(plan: Plan) -> bool:
+    """Whether gradients of scanned layers are reduced over the slow axes in their backward loop."""
+    tier_of = {a.name: a.tier for a in plan.mesh.axes}
+    return any(plan.reduce[tier_of[a]].inside for a in slow_axes(plan))
+
+
 def splits(plan: Plan) -> bool:
     """Whether the plan computes shares of the batch apart."""
     return plan.micro != Micro() or bool(slow_axes(plan))

@@ -4,6 +4,7 @@ nodes           the share of each group of devices stands side by side along a l
                 the slow mesh axes (the share program under `jax.vmap(spmd_axis_name=...)`, everything else
                 automatic); that dimension is reduced at the end. Totals that a share needs before it is done are
                 reduced in place.
+scanned layers  where the plan says `inside`, their gradients cross in the backward loop (see `share_layers`).
 micro-batches   the same over all axes that split the batch, in a loop: each device adds up its own partial values,
                 in float32 or wider, nothing is reduced between devices inside the loop, and split weights are
                 gathered before it. Totals needed before are found by a pass of their own.
@@ -31,8 +32,9 @@ from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
 from lensjax.passes.shardings import Shardings, named, whole
+from lensjax.passes.share_layers import Gradient, Moved, layer_by_layer, stacked
 from lensjax.passes.share_layout import join, own, spread, stack, take, without
-from lensjax.passes.share_sizes import sizes
+from lensjax.passes.share_sizes import inside_loops, sizes
 from lensjax.passes.split import share, update
 from lensjax.plan.plan import Micro, Plan, Spec
 from lensjax.program.edit import shape_of
@@ -42,24 +44,25 @@ from lensjax.program.status.analysis import Cut
 
 def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
-) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct]]:
-    """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share,
-    and that state. `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the
-    step does not split so."""
+) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
+    """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
+    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens
+    to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
     made = Shares(program, plan, mesh, shardings, reduce)
-    return made.run, made.extra
+    return made.run, made.extra, made.note()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """One way through the batch. `main`, `last`: the share program at the size of all shares, and of an uneven last
-    one."""
+    one. `moved`: the gradients that are totals when a share is done."""
 
     wanted: tuple[Cut, ...]
     known: tuple[Cut, ...]
     results: tuple[int, ...]
     main: Hoisted | None
     last: Hoisted | None
+    moved: Moved
 
 
 class Shares:
@@ -77,6 +80,7 @@ class Shares:
         if isinstance(reduce, Compressed):
             reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
+        self.rowwise: set[Any] = set()  # cuts that a scan stacks and the plan reduces there
         self.passes = self._passes()
         self.finish = self._finish()
         self.extra = self._extra()
@@ -98,21 +102,34 @@ class Shares:
         return b.apply(Total(cut.op), atom, like=eqn, name="lensjax.total")[0]
 
     def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> Pass:
-        z, made = self.sizes, []
+        z, made, moved = self.sizes, [], Moved()
         for size in (z.share if z.full else 0, z.rest):
             if not size:
                 made.append(None)
                 continue
             part = share(self.program, size * z.outer, wanted, known, results, hook)
             known = part.known  # those that it reads: the same at every size
+            self.rowwise |= self._stacked(part.program, wanted)
             partials = {k: self.partial_spec(c) for k, c in enumerate(wanted)}
             specs = Shardings(tuple(self._share_specs(part.program)), (None,) * (len(wanted) + len(results)), {})
             # A pass for early totals has no backward, for which something would be kept.
             kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
             prepared = inside(kept, self.plan, self.mesh, z.axes)
             pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
+            names = self._names([c for c in wanted if c.var in self.rowwise])
+            rows = {wanted.index(c): Gradient(n, self.total_spec(c)) for n, c in names.items()}
+            if rows:
+                pinned, moved = layer_by_layer(pinned, rows, self.count, self.mesh, z.slow, self.reduce)
             made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed))
-        return Pass(tuple(wanted), tuple(known), results, made[0], made[1])
+        return Pass(tuple(wanted), tuple(known), results, made[0], made[1], moved)
+
+    def _stacked(self, part: Program, wanted: Sequence[Cut]) -> set[Any]:
+        """The gradients that a share's scans stack and the plan reduces in them: of one share for each node, where
+        layers are not split between devices (each device takes part in each layer's reduction)."""
+        if self.plan.micro != Micro() or not inside_loops(self.plan):
+            return set()
+        able = [k for k, c in enumerate(wanted) if self._apart(c) and not c.early and not self.specs[c.var][0]]
+        return {wanted[k].var for k in stacked(part, able)}
 
     def _share_specs(self, part: Program) -> list[Spec]:
         """Specs of a share's arguments: weights as they are, its own batch over the axes that are left."""
@@ -160,6 +177,8 @@ class Shares:
         """How a total leaves its reduction. A gradient that slow axes reduce is cut up over the fast ones first, also
         where the update needs it whole: parts cross, and are gathered inside."""
         spec = self.specs.get(cut.var, whole(len(shape_of(cut.var))))
+        if cut.var in self.rowwise:
+            return ((), *spread(self.plan, self.sizes, shape_of(cut.var)[1:], spec[1:]))
         return spread(self.plan, self.sizes, shape_of(cut.var), spec) if self._apart(cut) else spec
 
     def _apart(self, cut: Cut) -> bool:
@@ -181,10 +200,29 @@ class Shares:
     def _extra(self) -> dict[str, jax.ShapeDtypeStruct]:
         if not isinstance(self.reduce, Compressed):
             return {}
-        last = self._names(self.passes[-1].wanted)
+        one = self.passes[-1]
+        last = self._names(self._left(one))
         totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
         specs = {n: self.total_spec(c) for n, c in last.items()}
-        return self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
+        kept = self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
+        return {**kept, **one.moved.memory}
+
+    def note(self) -> str:
+        """Which gradients are reduced inside the loops that make them; empty where the plan does not ask for it."""
+        if not inside_loops(self.plan):
+            return ""
+        moved, where = len(self.passes[-1].moved.results), ", ".join(self.sizes.slow)
+        if not moved:
+            return f"no gradient crosses {where} inside a loop: none is what a loop over whole layers stacks"
+        count = sum(self._apart(c) for c in self.passes[-1].wanted)
+        return (
+            f"{moved} of {count} gradients cross {where} inside the backward loop, each layer's while the next one is "
+            "computed"
+        )
+
+    def _left(self, one: Pass) -> list[Cut]:
+        """The cuts of a pass that are partial when a share is done."""
+        return [c for k, c in enumerate(one.wanted) if k not in one.moved.results]
 
     def _reduced_type(self, cut: Cut) -> Any:
         return jax.eval_shape(lambda: wide(cut.op, jnp.zeros((), cut.var.aval.dtype))).dtype
@@ -215,8 +253,9 @@ class Shares:
         totals: dict[Any, Any] = {}
         batch: list[Any] = []
         for one in self.passes:
-            sums, batch = self.through(one, inputs, [totals[c.var] for c in one.known])
-            found, state = self.reduced(one, sums, state)
+            memory = [state[name] for name in one.moved.memory]
+            sums, batch, memory = self.through(one, inputs, [totals[c.var] for c in one.known], memory)
+            found, state = self.reduced(one, sums, state | dict(zip(one.moved.memory, memory)))
             totals |= found
         rest = self.finish([leaves[i] for i in self.fixed], [totals[c.var] for c in self.after.known])
         out: list[Any] = [None] * len(self.split.results)
@@ -235,28 +274,32 @@ class Shares:
             entries[inner] = self.sizes.inside or None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
-    def through(self, one: Pass, inputs: list[Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
-        """(sums of partial values, stacked along a leading dimension; the step's batch results)."""
+    def through(
+        self, one: Pass, inputs: list[Any], known: list[Any], memory: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """(sums of partial values, stacked along a leading dimension, or totals; the step's batch results; the next
+        memory of loops that reduce)."""
         z = self.sizes
         sums: list[Any] | None = None
         collected: list[list[Any]] = []
         if one.main is not None:
             main, fixed = one.main, one.main.before(inputs)
             if z.full == 1:
-                sums, outs = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known)
+                sums, outs, memory = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known, memory)
                 collected.append([x[None] for x in outs])
             else:
                 sums, outs = self.loop(
-                    one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known)
+                    one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known)[:2]
                 )
                 collected.append(outs)
         if one.last is not None:
             fixed = one.last.before(inputs)
-            more, outs = self.trip(one, one.last, z.rest, z.full * z.share, z.local, inputs, fixed, known)
+            more, outs, _ = self.trip(one, one.last, z.rest, z.full * z.share, z.local, inputs, fixed, known)
             sums = more if sums is None else [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)]
             collected.append([x[None] for x in outs])
         assert sums is not None
-        return sums, [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
+        joined = [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
+        return sums, joined, memory
 
     def loop(self, one: Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
         def body(sums, i):
@@ -270,26 +313,22 @@ class Shares:
         return jax.lax.scan(body, first, jnp.arange(self.sizes.full, dtype=jnp.int32))
 
     def trip(
-        self,
-        one: Pass,
-        part: Hoisted,
-        size: int,
-        start: Any,
-        local: Any,
-        inputs: list[Any],
-        fixed: list[Any],
-        known: list[Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """One share on every group of devices: (partial values, batch results), stacked along a leading dimension. It
-        begins with example `start` of the `local` of each group; `inputs` have all of these, or the share's only."""
-        z, statuses = self.sizes, self.split.inputs
+        self, one: Pass, part: Hoisted, size: int, start: Any, local: Any, inputs: list[Any], fixed: list[Any],
+        known: list[Any], memory: Sequence[Any] = (),
+    ) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
+        """One share on every group of devices: (partial values, batch results), stacked along a leading dimension, and
+        what was reduced on the way with its memory, which are not. It begins with example `start` of the `local` of
+        each group; `inputs` have all of these, or the share's only."""
+        z, statuses, count = self.sizes, self.split.inputs, len(one.wanted)
 
         def single(group, *batch):
             parts = iter(batch)
             args = [take(next(parts), s.dim + 1, start, size) if s.kind == "B" else x for x, s in zip(inputs, statuses)]
-            outs = part.run(args, fixed, group * local + start, known)
-            return [wide(c.op, x) for x, c in zip(outs, one.wanted)], outs[len(one.wanted) :]
+            outs = part.run(args, fixed, group * local + start, [*known, *memory])
+            sums = [x if k in done else wide(c.op, x) for k, (x, c) in enumerate(zip(outs, one.wanted))]
+            return sums, outs[count : count + len(one.results)], outs[count + len(one.results) :]
 
+        done = one.moved.results
         batch = [(x, s.dim + 1) for x, s in zip(inputs, statuses) if s.kind == "B"]
         if z.groups == 1:
             only = [jax.lax.index_in_dim(x, 0, d, keepdims=False) for x, d in batch]
@@ -297,6 +336,7 @@ class Shares:
         mapped = jax.vmap(
             single,
             in_axes=(0, *(d for _, d in batch)),
+            out_axes=([None if k in done else 0 for k in range(count)], 0, None),
             axis_size=z.groups,
             spmd_axis_name=z.axes,
         )
@@ -306,8 +346,11 @@ class Shares:
         """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
         gradients over the plan's slow axes, together."""
         cuts = one.wanted
-        totals = {c.var: self.inside(c, x) for c, x in zip(cuts, sums, strict=True)}
-        named_cuts = self._names(cuts) if self.plan.mesh.size > 1 else {}
+        totals = {
+            c.var: x if k in one.moved.results else self.inside(c, x)
+            for k, (c, x) in enumerate(zip(cuts, sums, strict=True))
+        }
+        named_cuts = self._names(self._left(one)) if self.plan.mesh.size > 1 else {}
         if named_cuts:
             stacked = {n: totals[c.var] for n, c in named_cuts.items()}
             specs = {n: self.total_spec(c) for n, c in named_cuts.items()}

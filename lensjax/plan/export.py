@@ -20,6 +20,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from lensjax._errors import PlanError
+from lensjax.plan.levels import KEEP, parse
 from lensjax.plan.plan import Micro, Plan, Spec
 
 FORMATS = ("python", "flax-rules", "json")
@@ -53,7 +54,9 @@ def write(plan: Plan, form: str, facts: Facts | None = None) -> str:
 def check(plan: Plan) -> None:
     """Raises PlanError for a plan that more than shardings and constraints carry out."""
     more = {
-        "layers (recompute, offload)": bool(plan.layers),
+        "layers (recompute, offload)": any(
+            part.kind != KEEP.kind for level in plan.layers.values() for part in parse(level)
+        ),
         "micro (micro-batches)": plan.micro != Micro(),
         "reduce (compressed or delayed reductions)": any(r.codec != "exact" or r.split for r in plan.reduce.values()),
         "secondary (copies of weights)": bool(plan.secondary),

@@ -74,12 +74,14 @@ class Reduce:
     """How gradients cross one tier: `codec` is "exact" or a codec's name; `bucket`: bytes per bucket (None: the
     compiler's). `split`: partial gradients are kept apart along the tier's mesh axes until the whole share is done,
     then reduced at once (a codec implies it); without it the compiler reduces where it likes. `pins`: {pattern: codec}
-    for single tensors, by fnmatch on the path of the parameter, first match wins."""
+    for single tensors, by fnmatch on the path of the parameter, first match wins. `inside`: gradients of scanned layers
+    cross in the backward loop, each layer's while the next one is computed, not after it (needs `split` or a codec)."""
 
     codec: str = "exact"
     bucket: int | None = None
     split: bool = False
     pins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

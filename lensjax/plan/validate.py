@@ -9,7 +9,7 @@ from typing import Any
 
 from lensjax._errors import PlanError
 from lensjax.plan.levels import parse
-from lensjax.plan.plan import MeshPlan, Plan, Rules
+from lensjax.plan.plan import MeshPlan, Micro, Plan, Rules
 
 GATHER = ("once", "again")
 
@@ -80,6 +80,16 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
             raise PlanError(
                 f"field 'reduce.{tier}.pins' does nothing: an exact reduction has no codec to differ from",
                 hint="name a codec in 'reduce.*.codec', or leave them out",
+            )
+        if reduce.inside and not reduce.split and reduce.codec == "exact":
+            raise PlanError(
+                f"field 'reduce.{tier}.inside' does nothing: the compiler reduces where it likes",
+                hint="set 'reduce.*.split', or name a codec in 'reduce.*.codec'",
+            )
+        if reduce.inside and plan.micro != Micro():
+            raise PlanError(
+                f"field 'reduce.{tier}.inside' does nothing: micro-batches are added up before anything is reduced",
+                hint="leave it out, or set micro.count to 1",
             )
         batch = plan.rules.activations.get("batch", ())
         if (reduce.split or reduce.codec != "exact") and not any(

@@ -37,8 +37,8 @@ def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> st
 def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
     """The same as rich renderables."""
     parts = [
-        headline(program, choice), table(choice), refused(choice), reasons(choice), held(choice),
-        leaves(program, choice.plan),
+        headline(program, choice), table(choice), refused(choice), reasons(choice), piped(program, choice),
+        held(choice), leaves(program, choice.plan),
     ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
@@ -93,15 +93,16 @@ def table(choice: Choice) -> Table:
 
 
 # What holds memory, in the order of the table; what the scorer calls otherwise is summed up as "other".
-_KINDS = ("parameter", "optimizer", "results", "activations", "communication", "temporaries")
+_KINDS = ("parameter", "optimizer", "gradients", "results", "activations", "communication", "temporaries")
 
 
-def held(choice: Choice) -> Table | None:
-    """What holds memory at the peak, in the chosen plan and in each preset: where they differ."""
+def held(choice: Choice) -> Table | Flow | None:
+    """What holds memory at the peak, in the chosen plan and in each preset: where they differ. One plan's in a line."""
     rows = [c for c in choice.candidates if c.plan is not None and c.plan.predicted is not None]
     rows = [c for c in rows if not c.searched or c.name == choice.plan.name]
     if len(rows) < 2:
-        return None
+        by = peak_by(choice.plan)
+        return Flow("at the peak: " + ", ".join(f"{k} {size(v)}" for k, v in by.items())) if by else None
     memory = [c.plan.predicted.memory for c in rows]  # type: ignore[union-attr]
     # A kind that is little under every plan goes to the rest: eight columns fit no terminal.
     shown = [k for k in _KINDS if any(m.get(k, 0.0) >= 0.05 * sum(m.values()) for m in memory)]
@@ -111,6 +112,14 @@ def held(choice: Choice) -> Table | None:
         rest = sum(v for k, v in m.items() if k not in shown)
         out.add_row(c.name, _mark(c, choice), *[size(m.get(k, 0.0)) for k in shown], size(rest))
     return out
+
+
+def peak_by(plan: Plan) -> dict[str, float]:
+    """Class -> bytes per device at the predicted peak, most first; they sum up to the peak. Empty where the prediction
+    does not say."""
+    found = plan.predicted.memory if plan.predicted is not None else {}
+    held = [(k, v) for k, v in found.items() if v and k != "host"]  # the host's memory is another
+    return dict(sorted(held, key=lambda kv: -kv[1]))
 
 
 def _mark(c: Candidate, choice: Choice) -> str:
@@ -171,6 +180,21 @@ def compiled(choice: Choice) -> list[str]:
         elif c.plan is not None and c.reason:
             lines.append(f"{c.name}: {c.reason}")
     return lines
+
+
+def piped(program: Program, choice: Choice) -> Flow | None:
+    """What pipeline stages would gain, where they would."""
+    if not choice.pipelines or choice.plan.predicted is None:
+        return None
+    best = choice.pipelines[0]
+    meshes = list(dict.fromkeys(s.mesh for s in best.stages))
+    text = (
+        f"with pipeline stages (not executable yet): {best}, {choice.plan.predicted.step_s / best.step_s - 1:.1%} "
+        f"faster; each stage on {' or '.join(meshes)}"
+    )
+    if not program.split.micro:
+        text += f". Its micro-batches would not compute the same numbers: {program.split.micro}"
+    return Flow(text)
 
 
 def searched(choice: Choice) -> list[str]:

@@ -8,6 +8,7 @@ best of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -24,6 +25,8 @@ from lensjax.plan.plan import Micro, Plan, Predicted
 from lensjax.program.program import Program
 from lensjax.search.build import NAMES, SEARCHED
 from lensjax.search.levels import levels
+from lensjax.search.pipeline import Pipelined
+from lensjax.search.pipelines import pipelines
 from lensjax.search.presets import pinnable
 from lensjax.search.problem import Problem
 from lensjax.search.reading import solution_of
@@ -82,6 +85,15 @@ class Choice:
     complete: bool = True
     problem: Problem | None = dataclasses.field(default=None, compare=False, repr=False)
     pricer: Pricer | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def pipelines(self) -> tuple[Pipelined, ...]:
+        """Plans with pipeline stages that would be more than one percent faster, fastest first; no executor runs them
+        yet, so they do not compete. Found when first asked for."""
+        if self.problem is None or self.plan.predicted is None:
+            return ()
+        plans = [c.plan for c in self.candidates if c.plan is not None]
+        return pipelines(self.problem, self.plan.predicted.step_s, plans)
 
     def what_if(self, plan: Plan) -> Plan:
         """Another plan (`choice.plan.replace(...)`) with its prediction, by the scorer that chose. Raises PlanError or
@@ -156,7 +168,8 @@ def choose(
         candidates = sorted([*candidates, *pieces], key=_rank)
     fitting = [c for c in candidates if c.fits(limit)]
     if not fitting:
-        raise nothing_fits(program, candidates, limit)
+        plans = [c.plan for c in candidates if c.plan is not None]
+        raise nothing_fits(program, candidates, limit, pipelines(problem, math.inf, plans, progress))
     candidates = [_with_inner(problem, c, proposal) for c in candidates]
     best = next(c for c in candidates if c.fits(limit))
     assert best.plan is not None
@@ -298,8 +311,11 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
     return candidate.step_s, p.peak_bytes if p is not None else math.inf
 
 
-def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float) -> Exception:
-    """The error for a step that no candidate makes fit: what binds, by how much, and the nearest plan."""
+def nothing_fits(
+    program: Program, candidates: Sequence[Candidate], limit: float, piped: Sequence[Pipelined] = ()
+) -> Exception:
+    """The error for a step that no candidate makes fit: what binds, by how much, and the nearest plan; `piped`: what
+    pipelines would fit, fastest first."""
     applicable = [c for c in candidates if c.plan is not None]
     if not applicable:
         names: dict[str, list[str]] = {}
@@ -319,7 +335,8 @@ def nothing_fits(program: Program, candidates: Sequence[Candidate], limit: float
     return DoesNotFit(
         f"nothing fits {size(limit)} per device. The nearest plan is {nearest.name}: "
         f"peak {size(plan.predicted.peak_bytes)}, {size(over)} too much.\n  it holds: {parts_held}\n"
-        f"  the largest state tensors per device:\n{largest}",
+        f"  the largest state tensors per device:\n{largest}"
+        + (f"\n  with pipeline stages (not executable yet) it would fit: {piped[0]}" if piped else ""),
         hint="use more devices, or a smaller batch or sequence (recomputing layers and micro-batches were tried, and "
         "are not enough); "
         + (

@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lensjax import _jax
 from lensjax._errors import BatchError, CodecError, PlanError
 from lensjax._units import duration
 from lensjax.comm import parse_codec
 from lensjax.comm.gate import CODING_BYTES, LEAST_GAIN
 from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import falls_back
-from lensjax.plan.plan import Plan, Reduce
+from lensjax.plan.plan import Micro, Plan, Reduce
 from lensjax.program.program import Program
 from lensjax.search.choose import Candidate, Choice
 from lensjax.topology.cluster import Cluster
@@ -99,6 +100,7 @@ def compressed(
                 progress(name)
             try:
                 plan = pricer(coded(old.plan, where, codec, name, pins))
+                plan = _hidden(plan, where, program, pricer, choice.memory)
                 made.append((old, Candidate(name, plan)))
             except (PlanError, BatchError) as e:
                 reason = reason or e.message
@@ -118,9 +120,22 @@ def compressed(
     return noted(choice, f"compress={how!r}: {told}")
 
 
+def _hidden(plan: Plan, tier: str, program: Program, pricer: Callable[[Plan], Plan], memory: float) -> Plan:
+    """The plan, or the one with each scanned layer's gradients crossing while the next layer is computed, where that is
+    predicted to gain as much as codes have to: it sends 1/L more."""
+    eqns = _jax.open_jaxpr(program.jaxpr).eqns
+    if plan.micro != Micro() or plan.reduce[tier].inside or not any(e.primitive.name == "scan" for e in eqns):
+        return plan
+    other = pricer(plan.replace(reduce={**plan.reduce, tier: dataclasses.replace(plan.reduce[tier], inside=True)}))
+    assert plan.predicted is not None and other.predicted is not None
+    gain = plan.predicted.step_s - other.predicted.step_s
+    worth = gain > LEAST_GAIN * plan.predicted.step_s and Candidate(other.name, other).fits(memory)
+    return other if worth else plan
+
+
 def coded(plan: Plan, tier: str, codec: str, name: str | None = None, pins: Mapping[str, str] = {}) -> Plan:
-    bucket = plan.reduce[tier].bucket if tier in plan.reduce else None
-    reduce = {**plan.reduce, tier: Reduce(codec, bucket, pins=pins)}
+    old = plan.reduce.get(tier, Reduce())
+    reduce = {**plan.reduce, tier: Reduce(codec, old.bucket, pins=pins, inside=old.inside)}
     return plan.replace(reduce=reduce, name=plan.name if name is None else name)
 
 

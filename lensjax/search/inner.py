@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from lensjax.search.links import Links
 from lensjax.search.rules import Laid, Layout, Pattern, lay
 from lensjax.search.storage import Option, Storing, leaves_of
 from lensjax.search.sums import MOVED
-from lensjax.search.tables import STORED, Tables
+from lensjax.search.tables import ACTIVATION, STORED, Tables
 
 # Part of a region's weight communication that nothing hides: the first of the calls of a trip.
 EXPOSED = 1 / 12
@@ -58,6 +59,15 @@ class Case:
         waited = sum(self.waited(o[i]) for o, i in zip(self.options, chosen))
         return float((self.blocking + np.maximum(self.kernels + work, net) + EXPOSED * net).sum() + waited)
 
+    def piece(self, chosen: Sequence[int], idle: float) -> float:
+        """Seconds of a piece of the batch that others follow: without what is done once. `idle`: kernel seconds that
+        are not a piece's."""
+        picked = [o[i] for o, i in zip(self.options, chosen)]
+        pulled = sum((o.pulled for o in picked), np.zeros(len(self.kernels)))
+        waited = float((self.waits * sum((o.pulled_squares for o in picked), np.zeros(len(self.kernels)))).sum())
+        own = self.blocking + np.maximum(self.kernels, pulled) + EXPOSED * pulled
+        return float(own.sum()) + waited - idle
+
     def waited(self, option: Option) -> float:
         """Seconds that blocking calls wait for what an option sends."""
         return float((self.waits * option.squares).sum())
@@ -91,12 +101,30 @@ class Case:
 
 
 class Model:
-    """The inner model of a program on a cluster, its batch in `micro` pieces one after the other."""
+    """The inner model of a program on a cluster, its batch in `micro` pieces one after the other.
 
-    def __init__(self, program: Program, t: Tables, links: Links, micro: int = 1):
+    piece: whether seconds are those of one piece, followed by what is done once (gradients that travel, the optimizer),
+    instead of the whole batch's. Gradients are then summed over the pieces where they are made, and travel once.
+    like: a model of the same program and tables on other devices or in other pieces: what rules lay is worked out once.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        t: Tables,
+        links: Links,
+        micro: int = 1,
+        piece: bool = False,
+        like: Model | None = None,
+    ):
         self.program, self.t, self.links, self.micro = program, t, links, micro
+        self.pieces = micro if piece else 1
+        active = np.array([k == ACTIVATION for k, _ in t.classes], bool)
+        self._class_pieces = np.where(active, self.pieces, 1)
+        batched = np.array([any(a in t.inputs for d in dims for a in d) for dims in t.kernel_axes], bool)
+        self._kernel_pieces = np.where(batched | (t.kernel_bytes[:, active] > 0).any(axis=1), self.pieces, 1)
         self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
-        self._laid: dict[Pattern, tuple[Laid, Storing]] = {}
+        self._laid: dict[Pattern, tuple[Laid, Storing]] = like._laid if like is not None else {}
 
     def laid(self, pattern: Pattern) -> tuple[Laid, Storing]:
         if pattern not in self._laid:
@@ -110,6 +138,13 @@ class Model:
         kernels, blocking, *_ = self.fixed_parts(pattern, sizes)
         return float((kernels + blocking).sum())
 
+    @functools.cached_property
+    def once(self) -> float:
+        """Kernel seconds of a floor that are not a piece's: the launches of the optimizer's kernels."""
+        t = self.t
+        idle = (t.kernel_seconds == 0) & ~t.kernel_bytes.any(axis=1)
+        return float((t.kernel_launch * np.array(t.regions)[t.kernel_region])[idle].sum())
+
     def least(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
         """Bytes that no storage choice can undercut: activations, the batch and what is never split."""
         _, _, ways, _ = self.fixed_parts(pattern, sizes)
@@ -117,6 +152,9 @@ class Model:
 
     def _active(self, ways: np.ndarray) -> np.ndarray:
         """Bytes at each moment of what is not stored."""
+        if self.pieces > 1:
+            ways = ways * self._class_pieces
+            return self.t.alive[:, ~self._stored] @ (1.0 / ways[~self._stored])
         return self.t.alive[:, ~self._stored] @ (1.0 / ways[~self._stored]) / self.micro
 
     def _held(self, ways: np.ndarray) -> float:
@@ -136,14 +174,14 @@ class Model:
         t, (laid, _) = self.t, self.laid(pattern)
         scale = np.log2(np.array(sizes, float))
         ways = np.exp2(laid.classes @ scale)
-        arithmetic = t.kernel_seconds / np.exp2(laid.kernels @ scale)
-        traffic = t.kernel_bytes @ (1.0 / ways) / t.bandwidth
+        arithmetic = t.kernel_seconds / np.exp2(laid.kernels @ scale) / self._kernel_pieces
+        traffic = t.kernel_bytes @ (1.0 / (ways * self._class_pieces)) / t.bandwidth
         each = np.maximum(arithmetic, traffic) + t.kernel_launch
         regions = len(t.regions)
         kernels = np.bincount(t.kernel_region, weights=each * np.array(t.regions)[t.kernel_region], minlength=regions)
         blocking, calls = np.zeros(regions), np.zeros(regions)
         for op, axes, split, nbytes, trips, where in laid.calls:
-            each = nbytes / 2.0 ** sum(scale[m] for m in split)
+            each = nbytes / 2.0 ** sum(scale[m] for m in split) / self.pieces
             np.add.at(blocking, where, trips * self.links.seconds(op, sizes, axes, each))
             np.add.at(calls, where, each >= MOVED)
         return kernels, blocking, ways, calls
@@ -162,7 +200,11 @@ class Model:
             trips = t.regions[group.forward] if group.layer is not None and again else 1
             by_rule = 2.0 ** float(laid.weights[g] @ scale)
             gathered[g] = elements * group.wire / by_rule / trips
-            if self.micro > 1:  # each piece's gradients and their sum, in float32 and whole but for the rules
+            if self.pieces > 1:  # gradients are added up where they are made, in float32, from the first piece on
+                fixed += 4.0 * elements / by_rule
+                own = sum(self.program.arguments[i].nbytes for i in group.leaves)
+                stored[:, g] = np.maximum(0.0, stored[:, g] - own)
+            elif self.micro > 1:  # each piece's gradients and their sum, in float32 and whole but for the rules
                 fixed += 2 * 4.0 * elements / by_rule
         options = storing.options(sizes, self.links, again)
         most = [max(o, key=lambda x: len(x.storage.params) + len(x.storage.state)).net for o in options]

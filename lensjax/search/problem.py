@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from lensjax.cost.compute import LAUNCH, MEMORY_EFFICIENCY
-from lensjax.partition.whole import whole
+from lensjax.partition.whole import Whole, whole
 from lensjax.passes.emit import abstract_mesh, emit, lower
 from lensjax.plan.pins import Pin
 from lensjax.plan.plan import Micro, Plan
@@ -42,13 +42,21 @@ class Problem:
         return {t.size: t.name for t in self.cluster.tiers}
 
     @functools.cached_property
-    def tables(self) -> Tables:
-        """The unsplit step's cost tables. Raises PlanError for a step that names a mesh of its own."""
+    def unsplit(self) -> Whole:
+        """The step before anything is split. Raises PlanError for a step that names a mesh of its own."""
         one = preset("dp", self.program, 1)
+        return whole(lower(emit(self.program, one, abstract_mesh(one)), "cpu"))
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """The unsplit step's cost tables. Raises as `unsplit` does."""
+        return self.tables_of(self.program, self.unsplit)
+
+    def tables_of(self, program: Program, unsplit: Whole) -> Tables:
+        """The cost tables of a program, or of a part of one, on this problem's devices."""
         device = self.cluster.device
-        unsplit = whole(lower(emit(self.program, one, abstract_mesh(one)), "cpu"))
         bandwidth = device.memory_bandwidth * MEMORY_EFFICIENCY
-        return tables(self.program, unsplit, device, bandwidth, LAUNCH.get(device.platform, 0.0))
+        return tables(program, unsplit, device, bandwidth, LAUNCH.get(device.platform, 0.0))
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -68,14 +76,14 @@ class Problem:
     def with_memory(self, memory: float) -> Problem:
         """The same problem with other memory; what was made from the program and the cluster is kept."""
         other = dataclasses.replace(self, memory=memory)
-        made = ("tables", "axes", "model", "shapes")
+        made = ("unsplit", "tables", "axes", "model", "shapes")
         other.__dict__.update({k: self.__dict__[k] for k in made if k in self.__dict__})
         return other
 
     def in_micro_batches(self, count: int) -> Problem:
         """The same problem with the batch in so many pieces; what does not depend on that is kept."""
         other = dataclasses.replace(self, micro=count)
-        other.__dict__.update({k: self.__dict__[k] for k in ("tables", "axes") if k in self.__dict__})
+        other.__dict__.update({k: self.__dict__[k] for k in ("unsplit", "tables", "axes") if k in self.__dict__})
         return other
 
     def floors(self) -> Iterator[tuple[float, Shape]]:

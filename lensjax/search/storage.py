@@ -46,7 +46,8 @@ class Storage:
 class Option:
     """One choice for a group: seconds of communication `net` and of computation `work` by region, bytes that it holds
     throughout (`held`), and by how much it divides the group's stored buffers (`share`: 1 whole, 0.125 in eight).
-    `squares`: by region, the sum of the squares of the seconds of each call of `net`."""
+    `squares`: by region, the sum of the squares of the seconds of each call of `net`. `pulled`, `pulled_squares`: of
+    these what gathers weights, once for each piece of the batch."""
 
     storage: Storage
     net: np.ndarray
@@ -54,6 +55,8 @@ class Option:
     held: float
     share: float
     squares: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
+    pulled: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
+    pulled_squares: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
 
 
 def storages(axes: Sequence[int]) -> tuple[Storage, ...]:
@@ -169,6 +172,7 @@ class Storing:
                     work[0] += seconds("all_gather", storage.params, travel[0])  # before the loop: nothing runs beside
                 else:
                     travels(0, 1, "all_gather", storage.params, travel[0])
+            pulled, pulled_squares = net.copy(), squares.copy()
             call = trips if group.layer is not None else 1
             if travel[1]:
                 travels(group.backward, call, "reduce_scatter", storage.state, travel[1])
@@ -179,7 +183,7 @@ class Storing:
                 more = tuple(m for m in storage.state if m not in storage.params)
                 work[0] += seconds("all_gather", more, updated)  # the step's last: nothing runs beside it
             work[0] += self.t.stored_bytes[g] * share / self.t.bandwidth
-            found.setdefault(key, Option(storage, net, work, held, share, squares))
+            found.setdefault(key, Option(storage, net, work, held, share, squares, pulled, pulled_squares))
         return list(found.values())
 
 

@@ -64,8 +64,8 @@ class Tables:
     values; `classes[c]` describes class c, `owner[c]` is its group if it is stored, else -1.
 
     regions:   trips of each region; 0 is what is outside of loops.
-    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch;
-               `kernel_bytes`: [kernels, classes] bytes moved, unsplit.
+    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch, `node` of
+               the step's body that it is in; `kernel_bytes`: [kernels, classes] bytes moved, unsplit.
     stored_bytes: [groups] bytes that the optimizer moves, unsplit.
     alive:     [moments, classes] bytes alive at each moment, unsplit.
     fixed_bytes: of counters, keys and the like; batch_arguments: (class, bytes) of each.
@@ -81,6 +81,7 @@ class Tables:
     kernel_seconds: np.ndarray
     kernel_axes: tuple[Dims, ...]
     kernel_launch: np.ndarray
+    kernel_node: np.ndarray
     kernel_bytes: np.ndarray
     contractions: tuple[Contraction, ...]
     groups: tuple[Group, ...]
@@ -121,6 +122,7 @@ class _Maker:
         self.owner: list[int] = []
         self.regions: list[int] = [1]
         self.kernels: list[tuple] = []
+        self.node = 0  # of the step's body, that is looked at
         self.contractions: list[Contraction] = []
         self.stored = defaultdict(float)
         self.read_in: dict[int, list[int]] = defaultdict(list)
@@ -226,6 +228,7 @@ class _Maker:
             kernel_seconds=np.array([k[1] for k in self.kernels], float),
             kernel_axes=tuple(k[2] for k in self.kernels),
             kernel_launch=np.array([k[3] for k in self.kernels], float),
+            kernel_node=np.array([k[5] for k in self.kernels], int),
             kernel_bytes=np.array([np.pad(r, (0, width - len(r))) for r in rows]).reshape(len(rows), width),
             contractions=tuple(dataclasses.replace(c, total=self._total(c.result)) for c in self.contractions),
             groups=tuple(groups),
@@ -244,7 +247,8 @@ class _Maker:
         model = self.fusions(body)
         inside = region > 0
         uses = Counter(v for node in body.nodes for v in node.inputs) + Counter(body.results)
-        for node in body.nodes:
+        for at, node in enumerate(body.nodes):
+            self.node = self.node if inside else at
             self._follow(node)
             if node.bodies:
                 for inner in node.bodies:
@@ -286,7 +290,7 @@ class _Maker:
         owners = {self.owner[c]: n for c, n in by_class.items() if n > SMALL * op.bytes}
         if not computes and owners and min(owners) >= 0:
             self.stored[max(owners, key=lambda g: owners[g])] += op.bytes * self.regions[region]
-            self.kernels.append((region, 0.0, (), self.launch, {}))
+            self.kernels.append((region, 0.0, (), self.launch, {}, self.node))
             return
         axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
         met = SUMS[node.name](node, self.values, self.dims) if node.name in MATMULS else None
@@ -294,7 +298,7 @@ class _Maker:
             (first, *_), _, (summed, *_) = met
             axes += [self.dims[first][d] for d in summed]
         seconds = flops(node, self.values) / rate(op, self.device) if multiplies(op) else 0.0
-        self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class)))
+        self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class), self.node))
 
     # ---- what meets what ----------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def parse_spec(spec: str | Path) -> Cluster:
         raise ClusterError(f"cluster {spec!r}: expected a spec or a path", hint=_GRAMMAR)
     text = str(spec).strip()
     path = Path(text)
-    if isinstance(spec, Path) or path.suffix in (".yaml", ".yml", ".json"):
+    if isinstance(spec, Path) or path.suffix.lower() in (".yaml", ".yml", ".json"):
         return _from_path(path)
     if "/" in text or path.is_file():
         raise ClusterError(
@@ -136,7 +136,7 @@ def _from_path(path: Path) -> Cluster:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise ClusterError(f"cannot read {str(path)!r}: {e}", hint="a text file in UTF-8") from e
-    return schema.load_json(text, path.name) if path.suffix == ".json" else schema.load_yaml(text, path.name)
+    return schema.load_json(text, path.name) if path.suffix.lower() == ".json" else schema.load_yaml(text, path.name)
 
 
 def make(found: Machine, factors: tuple[int, ...] | None = None) -> Cluster:

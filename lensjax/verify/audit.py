@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lensjax.verify.artifact import Artifact
 from lensjax.verify.collectives import Found, collectives
 from lensjax.verify.finding import Case, Finding
+from lensjax.verify.fragments import Fragmentation, fragmentation
 from lensjax.verify.hlo import Module, parse_hlo
 from lensjax.verify.memory import Peak, peak
 from lensjax.verify.prices import Priced
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Audit:
     """A compiled step, read. `unknown`: what the parser did not understand, one sentence each; `notes`: what the
-    compile does not prove. `timeline` is None without a cluster.
+    compile does not prove. `timeline` is None without a cluster, `fragmentation` where no allocator is asked (only GPUs
+    have one).
     """
 
     artifact: Artifact
@@ -37,6 +39,8 @@ class Audit:
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
     mesh: Mapping[str, int]
+    fragmentation: Fragmentation | None = None
+    device_memory: float = 0.0  # bytes; 0 without a cluster
 
 
 def audit(
@@ -56,8 +60,10 @@ def audit(
     case = Case(artifact, module, found, flow, dict(mesh), facts, cluster, priced, line)
     notes = (*artifact.notes, *_said(facts))
     most = peak(artifact, module, names=_names(facts))
+    room = cluster.device.memory if cluster is not None else 0.0
     return Audit(
-        artifact, module, found, flow, most, line, findings(case), found.unknown, notes, dict(mesh)
+        artifact, module, found, flow, most, line, findings(case), found.unknown, notes, dict(mesh),
+        fragmentation(artifact), room,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from lensjax.verify.finding import Finding, size
 from lensjax.verify.picture import draw
 from lensjax.verify.proof import Proof
+from lensjax.verify.show import allocator_lines
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
@@ -115,4 +116,5 @@ def _memory(proof: Proof) -> str:
         f"<td>{html.escape(b.shape)}<td>{html.escape(b.what)}<td>{html.escape(b.line)}"
         for b in buffers
     )
-    return f"<table><tr><th>largest buffers<th>kind<th>shape<th>from<th>line{rows}</table>"
+    said = "".join(f"<p>{html.escape(line.strip())}</p>" for line in allocator_lines(proof.audit))
+    return f"<table><tr><th>largest buffers<th>kind<th>shape<th>from<th>line{rows}</table>{said}"

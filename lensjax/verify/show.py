@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lensjax.verify.audit import Audit
 from lensjax.verify.finding import Finding, size
+from lensjax.verify.fragments import STEPS, advice
 
 if TYPE_CHECKING:
     from lensjax.verify.proof import Proof
@@ -55,6 +56,20 @@ def memory_table(made: Audit) -> Any:
     return table
 
 
+def allocator_lines(made: Audit) -> list[str]:
+    """What an allocator needs for the step, over what is ever in use; and what to set for it."""
+    f = made.fragmentation
+    if f is None:
+        return []
+    block = f"{size(f.block)} ({f.block / f.live - 1:+.1%} over what is in use at once)" if f.live else "nothing"
+    lines = [
+        f"allocator: {STEPS} steps ask for {size(f.steps.peak)} at most and need {size(f.steps.need)} "
+        f"({f.steps.ratio - 1:+.1%}); the compiler's one block of temporaries takes {block}; "
+        f"a runtime that plans no block would need {size(f.buffers.need)} for them ({f.buffers.ratio - 1:+.1%})"
+    ]
+    return [*lines, f"    {advice(f, made.device_memory)}"] if made.device_memory else lines
+
+
 def finding_lines(findings: Iterable[Finding]) -> list[str]:
     """Findings as text with markup, or one line that says there are none."""
     lines = []
@@ -86,7 +101,8 @@ def everything(proof: Proof) -> tuple[Any, ...]:
     """A proof as the command shows it."""
     serious = [f for f in proof.findings if f.severity != "note"]
     notes = (f"[dim]{_plain(n)}[/dim]" for n in proof.audit.notes)
-    return (summary(proof.audit), *comparison(proof), memory_table(proof.audit), *finding_lines(serious), *notes)
+    return (summary(proof.audit), *comparison(proof), memory_table(proof.audit), *allocator_lines(proof.audit),
+            *finding_lines(serious), *notes)  # fmt: skip
 
 
 def text(proof: Proof, width: int = 110) -> str:

@@ -24,10 +24,13 @@ def test_json_has_the_stable_keys(capsys, tmp_path):
     assert data["schema"] == 1 and (data["gap"] is None or data["gap"] >= 0)
     assert set(data["predicted"]) == {"step_s", "peak_bytes", "tiers"}
     assert set(data["predicted"]["tiers"]) == {"process", "host"}
-    assert set(data["seconds"]) == {"trace", "analysis", "search"}
+    assert set(data["seconds"]) == {"trace", "analysis", "search", "pipelines"}
+    assert isinstance(data["pipelines"], list)
     names = [p["name"] for p in data["presets"]]
     assert {"dp", "zero1", "fsdp:again", "fsdp:once", "dp=2,fsdp:again=4"} <= set(names)
     assert Plan.load(out) == Plan.from_dict(data["plan"])
+    assert sum(data["peak_by"].values()) == pytest.approx(data["predicted"]["peak_bytes"])
+    assert {"parameter", "optimizer"} <= set(data["peak_by"])
 
 
 @pytest.mark.slow
@@ -45,6 +48,15 @@ def test_people_get_the_table(capsys):
     words = " ".join(io.out.split())
     for word in ("exposed", "chosen over", "largest tensors", "seconds: trace", "fsdp:again"):
         assert word in words
+
+
+def test_one_plan_says_what_holds_its_memory_and_draws_it(capsys, tmp_path):
+    status, io = run(capsys, *TINY, "--plan", "fsdp", "--picture", str(tmp_path / "memory.png"))
+    words = " ".join(io.out.split())
+    assert status == 0 and "at the peak: " in words and "optimizer 2" in words
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    status, io = run(capsys, *TINY, "--plan", "fsdp", "--picture", str(tmp_path / "memory.txt"))
+    assert status == 2 and "cannot be written as a picture" in io.err
 
 
 def test_a_file_of_ones_own(capsys, tmp_path):

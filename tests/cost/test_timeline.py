@@ -49,6 +49,13 @@ def test_without_overlap_everything_waits():
     assert t.total == pytest.approx(1.0 + COMM)
 
 
+def test_what_nobody_waits_for_sends_when_nothing_else_does():
+    """Ready first, but at the end of a short chain: the gather that the step's work waits for goes before it."""
+    idle = gather((), (1,))
+    t = times(idle, gather((), (2,)), work(3 * COMM, (2,), (3,)))
+    assert t.exposed == pytest.approx(COMM)  # the second gather's; the first hides behind the work
+
+
 def test_loops_multiply():
     body = Region(7, (gather((), (1,)), work(1.0, (1,), (2,))))
     t = times(body, work(1.0))

@@ -15,6 +15,7 @@ import pytest
 
 import lensjax
 from lensjax import StateError, TraceError
+from lensjax.execute.ahead import CALLS, ahead
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -213,3 +214,21 @@ def test_a_copy_has_hidden_state_of_its_own():
     other = copy.deepcopy(first)
     first.extra["residual"].delete()
     assert other.extra["residual"].sum() == 3
+
+
+def test_calls_do_not_run_far_ahead_of_emulated_devices():
+    """XLA:CPU waits for ever where they do; a single device waits for nobody."""
+
+    def slow(p, x):
+        h = jax.lax.fori_loop(0, 100, lambda _, h: jnp.tanh(h @ p), x)
+        return p - 1e-3 * h.mean(), h.sum()
+
+    x = np.ones((64, 256), np.float32)
+    train = lensjax.parallelize(slow, plan="dp=2,fsdp=4")
+    state, ready = train.init(lambda: jnp.full((256, 256), 0.01, jnp.float32), batch=x), []
+    for _ in range(3 * CALLS):
+        state, out = train(state, x)
+        ready.append(out.is_ready())
+    assert all(ready[CALLS - 1 :: CALLS]) and not all(ready)  # the others return before they have run
+    alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",))
+    assert not ahead(alone).bounded

@@ -122,6 +122,9 @@ def test_the_search_keeps_to_the_users_mesh():
     train.plan_for(weight(), data())
     assert train.plan.name == "zero1"
     assert "names the mesh {'zero1': 8}; that of the plan 'dp' is {'dp': 8}" in " ".join(train.explain().split())
+    small = lensjax.parallelize(sgd(constrained(mesh(zero1=8), P("zero1"))), memory=1000)
+    with pytest.raises(PlanError, match="fits"):
+        small.plan_for(weight(), data())
 
 
 @pytest.mark.parametrize(

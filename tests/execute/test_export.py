@@ -22,7 +22,7 @@ from flax import nnx
 
 import lensjax
 from lensjax import PlanError
-from lensjax.plan.plan import Axis, MeshPlan, Plan
+from lensjax.plan.plan import Axis, MeshPlan, Micro, Pipeline, Plan, Reduce
 from lensjax.verify.collectives import collectives
 from lensjax.verify.hlo import parse_hlo
 from tests.execute.edges import data
@@ -191,11 +191,36 @@ def test_json_is_data_and_a_plan_alone_knows_its_leaves():
     assert space["shardings"]()["p/w"].spec == jax.sharding.PartitionSpec(None, "fsdp")
 
 
+@pytest.mark.parametrize("form", ["python", "flax-rules", "json"])
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"layers": {"blocks": "keep", "head": "dots"}}, r"layers \(recompute, offload\)"),
+        ({"layers": {"*": "inputs*3+keep*1"}}, r"layers \(recompute, offload\)"),
+        ({"layers": {"*": "offload"}}, r"layers \(recompute, offload\)"),
+        ({"micro": Micro(count=4)}, r"micro \(micro-batches\)"),
+        ({"micro": Micro(share=4)}, r"micro \(micro-batches\)"),
+        ({"reduce": {"rail": Reduce("int8")}}, r"reduce \(compressed or delayed reductions\)"),
+        ({"reduce": {"rail": Reduce(split=True)}}, r"reduce \(compressed or delayed reductions\)"),
+        ({"secondary": {"rail": "bf16"}}, r"secondary \(copies of weights\)"),
+        ({"pipeline": Pipeline(2, "1f1b")}, r"pipeline \(stages\)"),
+        ({"micro": Micro(count=2), "secondary": {"rail": "int8"}}, r"micro .*, secondary "),
+    ],
+)
+def test_a_plan_that_rewrites_the_step_is_not_exported(field, said, form):
+    with pytest.raises(PlanError, match=rf"{said}.*: these rewrite the step") as e:
+        Plan(MeshPlan((Axis("dp", 8),)), name="mine", **field).export(form)
+    assert "'mine'" in str(e.value) and "shardings only" in e.value.hint
+
+
+def test_fields_that_change_nothing_do_not_keep_a_plan_from_being_exported():
+    plan = Plan(MeshPlan((Axis("dp", 8),)), layers={"*": "keep", "blocks": "keep*4"}, reduce={"rail": Reduce()})
+    assert json.loads(plan.export("json"))["mesh"]["axes"] == {"dp": 8}
+
+
 def test_what_cannot_be_exported_says_why():
     with pytest.raises(PlanError, match="export as 'yaml'"):
         Plan(MeshPlan((Axis("dp", 8),))).export("yaml")
-    with pytest.raises(PlanError, match=r"has layers \(recompute, offload\): these rewrite the step"):
-        Plan(MeshPlan((Axis("dp", 8),)), layers={"layers": "full"}).export("json")
     table = jnp.ones((16, 16))
     closed = lensjax.parallelize(lambda p, x: sgd(p, x @ table), plan="dp")
     closed.plan_for(weights(), data())

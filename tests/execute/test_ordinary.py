@@ -226,6 +226,17 @@ def test_a_state_that_was_lost_to_a_failed_step_is_never_used_in_silence(donate)
 # ---- arrays and meshes from outside ---------------------------------------------------------------------------------
 
 
+def test_a_batch_that_is_gone_is_called_batch():
+    train = lensjax.parallelize(sgd(squared), plan="fsdp")
+    state, x = train.init(weight, batch=data()), jnp.asarray(data())
+    for _ in range(2):  # before the first call of an executable, and between calls
+        x.delete()
+        with pytest.raises(StateError, match=r"x is gone: batch that was deleted") as e:
+            train(state, x)
+        assert e.value.hint.startswith("bring a batch")
+        state, _ = train(state, data())
+
+
 def test_an_array_that_the_step_closes_over_may_be_given_up_afterwards():
     """As under `jax.jit`: a step fixes it at its value. (Its buffer on the first device is not shared.)"""
     scale = jnp.full((16, 64), 2.0)

@@ -130,3 +130,17 @@ def test_process_0_goes_last(start):
     store.key_value_set("lensjax/failed/1", "-")
     assert first.ended.wait(60)
     thread.join()
+
+
+def test_at_its_end_a_process_waits_for_the_others_and_asks_nothing_afterwards(start):
+    """A thread that is in JAX's client while the interpreter ends aborts the process."""
+    store = Store()
+    first, second = start(store, 0, 2), start(store, 1, 2)
+    ending = threading.Thread(target=first._at_exit)
+    ending.start()
+    ending.join(0.5)
+    assert ending.is_alive() and first._thread.is_alive()  # watched on
+    second._at_exit()
+    ending.join(60)
+    assert not ending.is_alive() and not first._thread.is_alive() and not second._thread.is_alive()
+    assert not first.ended.is_set() and not second.ended.is_set()

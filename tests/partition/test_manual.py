@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from lensjax._errors import PartitionError
 from lensjax.partition import partition
+from lensjax.partition.data import Collective, Operation, Region
 from lensjax.partition.groups import axes_of_groups
 from tests.partition.decoder import abstract_mesh
 
@@ -76,3 +77,22 @@ def test_groups_that_are_no_mesh_axes_are_refused():
         axes_of_groups("replica_groups", "dense<[[0, 3], [1, 2]]> : tensor<2x2xi64>", {"a": 2, "b": 2})
     with pytest.raises(PartitionError, match="unknown form"):
         axes_of_groups("replica_groups", "[4,2]<=[8]", {"a": 4, "b": 2})
+
+
+def test_work_inside_a_shard_map_waits_for_what_it_reads_alone():
+    """The compiler inlines the region: its collective hides behind work outside that it has nothing to do with."""
+    inside = manual(lambda x: jax.lax.psum(jnp.sin(x), "b") * 2, P("a"), out=P("a"))
+    step = lambda x, w: (inside(jnp.cumsum(x, 1)).sum(1), w @ w)
+    items = facts(step, (64, 16), (32, 32), specs=(P("a"), P())).schedule.items
+    assert not any(isinstance(i, Region) for i in items)
+    (sent,) = [i for i in items if isinstance(i, Collective)]
+    makers = {v: i for i in items for v in i.writes}
+    before, after = (
+        {makers[v].name for v in sent.reads if v in makers},
+        [i for i in items if set(i.reads) & set(sent.writes)],
+    )
+    assert before and after
+    (product,) = [i for i in items if isinstance(i, Operation) and i.name == "dot_general"]
+    assert not set(product.writes) & set(sent.reads)
+    first = next(i for i in items if set(i.writes) & {v for m in [makers[v] for v in sent.reads] for v in m.reads})
+    assert first.name != "dot_general", "what goes into the region is linked to the work outside that makes it"

@@ -182,16 +182,34 @@ def test_saved_and_restored_it_continues_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, (state.params, metrics), (back.params, again))
 
 
-def test_a_non_finite_gradient_is_seen_everywhere_and_leaves_the_memory_alone():
+def before_a_bad_batch(value):
+    """(a step that has run once, its state, its memory, a batch with `value` in it)."""
     made, state = under("int4"), init(jax.random.key(0))
     state, _ = made(state, batch(0))
-    before = {k: np.asarray(v) for k, v in made.extra.items()}
     bad = batch(1)
-    bad["x"] = bad["x"].at[3, 5].set(jnp.inf)
+    bad["x"] = bad["x"].at[3, 5].set(value)
+    return made, state, {k: np.asarray(v) for k, v in made.extra.items()}, bad
+
+
+def test_a_non_finite_gradient_is_seen_everywhere_and_leaves_the_memory_alone():
+    made, state, before, bad = before_a_bad_batch(jnp.inf)
     _, metrics = made(state, bad)
     assert not np.isfinite(np.asarray(metrics["grads"]["up"])).all()
     for k, v in made.extra.items():
         np.testing.assert_array_equal(before[k], np.asarray(v))
+
+
+def test_a_step_that_jax_was_asked_to_stop_at_puts_the_memory_back():
+    """jax_debug_nans: state and hidden state are what they were before the call, and training goes on."""
+    made, state, before, bad = before_a_bad_batch(jnp.nan)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            made(state, bad)
+    assert any(np.abs(v).max() > 0 for v in before.values())
+    for k, v in made.extra.items():
+        np.testing.assert_array_equal(before[k], np.asarray(v))
+    _, metrics = made(state, batch(2))
+    assert np.isfinite(metrics["loss"])
 
 
 def test_what_cannot_be_meant_is_refused_by_its_field():

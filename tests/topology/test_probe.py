@@ -109,7 +109,7 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--out", "c.txt"], "yaml or .json"),
+        (["--out", "c.txt"], ".yaml or .yml or .json"),
         (["--out", "/nowhere/at/all/c.yaml"], "no folder"),
         (["--processes", "2"], "--coordinator"),
         (["--emulate", "0"], "--emulate 0"),
@@ -118,7 +118,8 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path):
 def test_wrong_calls_are_refused_before_anything_is_measured(arguments, text, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert cli.main(["probe", *arguments, "--json"]) == 2
-    assert text in json.loads(capsys.readouterr().out)["error"]["message"]
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert text in f"{error['message']}: {error['hint']}"
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def test_errors_are_json_too_with_status_two(capsys, argv):
         (["dgx-h100:2", "--mesh", "data=2.5"], "data=32,model=8"),
         (["dgx-h100:2", "--traffic", "data=1GB"], "data=1e9,model=9e9"),
         (["dgx-h100:2", "--png", "/nowhere/x.png"], "no folder '/nowhere'"),
+        (["dgx-h100:2", "--png", "/proc/x.png"], "/proc/x.png cannot be written: no such file or directory"),
         (["dgx-h100:2", "--png", "x.xyz"], "ends in .png"),
         (["dgx-h100:2", "--save", "/nowhere/x.yaml"], "no folder '/nowhere'"),
         (["dgx-h100:2", "--save", "x.toml"], "ends in .yaml"),
