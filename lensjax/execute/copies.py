@@ -24,8 +24,9 @@ class Copied:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.__dict__.update(
-            _run=None, _ahead=None, _ready=[], _bound={}, notices=list(self.notices), _checkpoints=Checkpoints(),
-            _agreed=set(self._agreed), extra={k: _another(x) for k, x in self.extra.items()},
+            _run=None, _ahead=None, _ready=[], _bound={}, _parts={}, _agreed=set(self._agreed),
+            notices=list(self.notices), _checkpoints=Checkpoints(),
+            extra={k: _another(x) for k, x in self.extra.items()},
         )  # fmt: skip
         return new
 

@@ -21,7 +21,9 @@ from lensjax import _jax
 from lensjax._errors import CompileError, StateError
 from lensjax.execute import extra
 from lensjax.execute.ahead import Ahead, ahead
+from lensjax.execute.counted import Parts
 from lensjax.execute.place import place
+from lensjax.passes.counted import counts
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
 from lensjax.program.opaque import opaque
@@ -39,7 +41,9 @@ class Executable:
     `guarded`: arguments that were given up must be found before JAX sees them. `numerics`: JAX's settings then.
     `several`: there are other processes. `ahead`: see `execute.ahead`. `store`: the step's hidden state (see
     `execute.extra`). `elsewhere`: batch leaves that were found committed to other devices: a loader that puts them
-    there does so at every call, so every call moves them."""
+    there does so at every call, so every call moves them. `parts`: the programs that run instead of `jitted`, where the
+    number of micro-batches is open (`lowered` and `compiled` are the whole step as one program all the same, made when
+    they are asked for)."""
 
     fn: Callable[..., Any]
     emitted: Emitted
@@ -52,6 +56,7 @@ class Executable:
     ahead: Ahead = dataclasses.field(compare=False)
     store: dict[str, Any] = dataclasses.field(default_factory=dict)
     elsewhere: set[int] = dataclasses.field(default_factory=set)
+    parts: Parts | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock, compare=False, repr=False)
 
     @functools.cached_property
@@ -78,6 +83,9 @@ class Executable:
         JAX compiles again for an argument that comes from elsewhere. So this compiles for what later calls bring: the
         state where the step leaves it, the rest as it comes. Raises CompileError.
         """
+        if self.parts is not None:
+            self._compile(self.parts.prepare)
+            return
         if "compiled" not in self.__dict__:
             known = shapes(self.emitted)
             for i, leaf in enumerate(leaves):
@@ -103,8 +111,11 @@ class Executable:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step. Raises CompileError."""
+        return self._compile(self.lowered.compile)
+
+    def _compile(self, make: Callable[[], Any]) -> Any:
         try:
-            return self.lowered.compile()
+            return make()
         except jax.errors.JaxRuntimeError as e:
             raise CompileError(
                 f"XLA did not compile the step under the plan {self.emitted.plan.name!r}: {str(e).splitlines()[0]}",
@@ -140,9 +151,10 @@ class Executable:
                     "step was traced, and is gone",
                     hint="pass it as an argument: a step may use the array of the moment, and another may replace it",
                 )
+        call = self.jitted if self.parts is None else self.parts
         if not self.emitted.extra:
-            return jax.tree.unflatten(self.emitted.program.out_tree, self.jitted(*leaves, *self.captured))
-        results = self.jitted(*leaves, *self.captured, *extra.take(self.store, self.emitted.extra))
+            return jax.tree.unflatten(self.emitted.program.out_tree, call(*leaves, *self.captured))
+        results = call(*leaves, *self.captured, *extra.take(self.store, self.emitted.extra))
         count = len(results) - len(self.emitted.extra)
         self.store.update(zip(self.emitted.extra, results[count:]))
         return jax.tree.unflatten(self.emitted.program.out_tree, results[:count])
@@ -201,18 +213,26 @@ class Executable:
 
 
 def build(
-    fn: Callable[..., Any], program: Program, plan: Plan, mesh: Any, donate: bool, store: dict[str, Any]
+    fn: Callable[..., Any],
+    program: Program,
+    plan: Plan,
+    mesh: Any,
+    donate: bool,
+    store: dict[str, Any],
+    compiled: dict[str, Any],
 ) -> Executable:
-    """The step of `program` under `plan` on a mesh of real devices; its hidden state is kept in `store`. Raises
-    PlanError or BatchError where it does not apply."""
+    """The step of `program` under `plan` on a mesh of real devices; its hidden state is kept in `store`, programs for
+    any number of micro-batches in `compiled`. Raises PlanError or BatchError where it does not apply."""
     emitted = emit(program, plan, mesh)
     if not donate:
         emitted = dataclasses.replace(emitted, donated=())
     count = len(program.call.leaves)
     captured = tuple(place(v, s, own=True) for v, s in zip(program.captured, emitted.arguments[count:]))
     whole = donated_arguments(program, emitted.donated)
+    parts = Parts(emitted, compiled) if counts(plan) else None
     direct = (
         not captured
+        and parts is None
         and not emitted.extra
         and not program.call.statics
         and not program.call.has_keywords
@@ -222,7 +242,9 @@ def build(
     jitted = _direct(emitted, whole or ()) if direct else _flat(emitted)
     guarded = _jax.deleted_argument_aborts()
     several = jax.process_count() > 1
-    return Executable(fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, ahead(mesh), store)
+    return Executable(
+        fn, emitted, jitted, direct, captured, guarded, _jax.numerics(), several, ahead(mesh), store, parts=parts
+    )
 
 
 def donated_arguments(program: Program, donated: tuple[int, ...]) -> tuple[int, ...] | None:

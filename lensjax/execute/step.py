@@ -61,6 +61,7 @@ class Step(Copied, Planned):
         self._bound: dict[int, Step] = {}  # by identity: each keeps its instance, which need not be hashable
         self.notices: list[str] = []
         self.extra: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}  # compiled for any number of micro-batches
         self._checkpoints = Checkpoints()
         self._numerics: Any = None  # JAX's settings when the step was traced
         self._agreed: set[Any] = set()  # shapes of local batches that all processes have
@@ -189,7 +190,10 @@ class Step(Copied, Planned):
         program = self._analyze(args, kwargs)
         changed = self._run.numerics != _jax.numerics()
         note = f"{another(self._run.emitted.program, program, changed)}: the plan {self.plan.name!r} is used again"
-        result = self._start(self._build(program, self.plan), args, kwargs)
+        made = self._build(program, self.plan)
+        result = self._start(made, args, kwargs)
+        if made.parts is not None:
+            note += made.parts.said
         self.notices.append(note)
         log.info(note)
         return result
@@ -225,7 +229,7 @@ class Step(Copied, Planned):
         plan = plan or self._plan(program)
         mesh = device_mesh(plan.mesh)
         donate = self._options.donate and self._gives_up(program)
-        made = build(self._fn, program, plan, mesh, donate, self.extra)
+        made = build(self._fn, program, plan, mesh, donate, self.extra, self._parts)
         extra.fill(self.extra, made.emitted.extra)
         return made
 

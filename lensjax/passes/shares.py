@@ -48,12 +48,12 @@ def shares(
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
     that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens
     to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
-    made = _Shares(program, plan, mesh, shardings, reduce)
+    made = Shares(program, plan, mesh, shardings, reduce)
     return made.run, made.extra, made.note()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass:
+class Pass:
     """One way through the batch. `main`, `last`: the share program at the size of all shares, and of an uneven last
     one. `moved`: the gradients that are totals when a share is done."""
 
@@ -65,12 +65,15 @@ class _Pass:
     moved: Moved
 
 
-class _Shares:
+class Shares:
+    """The programs of a step's shares, and how they run as one program."""
+
     def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer):
         self.program, self.plan, self.mesh, self.shardings = program, plan, mesh, shardings
         self.reduce = reduce
         self.split, self.sizes = program.split, sizes(program, plan)
         self.count = len(program.arguments)
+        self.fixed = tuple(i for i, s in enumerate(self.split.inputs) if s.kind != "B")
         self.copies = copies(program, plan, shardings, self.sizes.slow) if plan.mesh.size > 1 else {}
         self.after = update(program)
         self.specs, self.owners = self._total_specs()
@@ -84,7 +87,7 @@ class _Shares:
 
     # ---- the programs -------------------------------------------------------------------------------------------
 
-    def _passes(self) -> list[_Pass]:
+    def _passes(self) -> list[Pass]:
         if self.plan.micro == Micro():  # one share for each node: early totals are reduced where they are needed
             return [self._pass(self.after.known, [], self.results, self._hook)]
         early = [c for c in self.split.cuts if c.early]
@@ -98,7 +101,7 @@ class _Shares:
     def _hook(self, b: Any, cut: Cut, atom: Any, eqn: Any) -> Any:
         return b.apply(Total(cut.op), atom, like=eqn, name="lensjax.total")[0]
 
-    def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> _Pass:
+    def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> Pass:
         z, made, moved = self.sizes, [], Moved()
         for size in (z.share if z.full else 0, z.rest):
             if not size:
@@ -107,19 +110,18 @@ class _Shares:
             part = share(self.program, size * z.outer, wanted, known, results, hook)
             known = part.known  # those that it reads: the same at every size
             self.rowwise |= self._stacked(part.program, wanted)
-            partials = {k: self._partial_spec(c) for k, c in enumerate(wanted)}
+            partials = {k: self.partial_spec(c) for k, c in enumerate(wanted)}
             specs = Shardings(tuple(self._share_specs(part.program)), (None,) * (len(wanted) + len(results)), {})
             # A pass for early totals has no backward, for which something would be kept.
             kept = recompute(part.program, self.plan, specs) if any(not c.early for c in wanted) else part.program
             prepared = inside(kept, self.plan, self.mesh, z.axes)
             pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
             names = self._names([c for c in wanted if c.var in self.rowwise])
-            rows = {wanted.index(c): Gradient(n, self._total_spec(c)) for n, c in names.items()}
+            rows = {wanted.index(c): Gradient(n, self.total_spec(c)) for n, c in names.items()}
             if rows:
                 pinned, moved = layer_by_layer(pinned, rows, self.count, self.mesh, z.slow, self.reduce)
-            fixed = [i for i, s in enumerate(self.split.inputs) if s.kind != "B"]
-            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, fixed))
-        return _Pass(tuple(wanted), tuple(known), results, made[0], made[1], moved)
+            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed))
+        return Pass(tuple(wanted), tuple(known), results, made[0], made[1], moved)
 
     def _stacked(self, part: Program, wanted: Sequence[Cut]) -> set[Any]:
         """The gradients that a share's scans stack and the plan reduces in them: of one share for each node, where
@@ -168,10 +170,10 @@ class _Shares:
                 owners[c.var] = paths[start]
         return specs, owners
 
-    def _partial_spec(self, cut: Cut) -> Spec:
-        return without(self._total_spec(cut), self.sizes.axes)
+    def partial_spec(self, cut: Cut) -> Spec:
+        return without(self.total_spec(cut), self.sizes.axes)
 
-    def _total_spec(self, cut: Cut) -> Spec:
+    def total_spec(self, cut: Cut) -> Spec:
         """How a total leaves its reduction. A gradient that slow axes reduce is cut up over the fast ones first, also
         where the update needs it whole: parts cross, and are gathered inside."""
         spec = self.specs.get(cut.var, whole(len(shape_of(cut.var))))
@@ -201,7 +203,7 @@ class _Shares:
         one = self.passes[-1]
         last = self._names(self._left(one))
         totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
-        specs = {n: self._total_spec(c) for n, c in last.items()}
+        specs = {n: self.total_spec(c) for n, c in last.items()}
         kept = self.reduce.state(totals, mesh=self.mesh, specs=specs, axes=self.sizes.slow)
         return {**kept, **one.moved.memory}
 
@@ -218,20 +220,24 @@ class _Shares:
             "computed"
         )
 
-    def _left(self, one: _Pass) -> list[Cut]:
+    def _left(self, one: Pass) -> list[Cut]:
         """The cuts of a pass that are partial when a share is done."""
         return [c for k, c in enumerate(one.wanted) if k not in one.moved.results]
 
     def _reduced_type(self, cut: Cut) -> Any:
         return jax.eval_shape(lambda: wide(cut.op, jnp.zeros((), cut.var.aval.dtype))).dtype
 
-    def _finish(self) -> Callable[..., list[Any]]:
+    def _finish(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """The update as a function of the arguments `fixed`, which are no batch, and the totals."""
         arguments = (*self.shardings.arguments, (), *(self.specs[c.var] for c in self.after.known))
         results = tuple(self.shardings.results[r] for r in self.after.results)
         specs = Shardings(arguments, results, self.shardings.gradients)
         program = inside(self.after.program, self.plan, self.mesh, ())
         pinned = pin(program, self.plan, self.mesh, specs, whole=False)
-        return jcore.jaxpr_as_fun(_jax.close(pinned.jaxpr))
+        invars = _jax.open_jaxpr(pinned.jaxpr).invars
+        taken = [*(invars[i] for i in self.fixed), *invars[self.count :]]
+        fn = jcore.jaxpr_as_fun(_jax.close(_jax.rebuild(pinned.jaxpr, invars=taken)))
+        return lambda leaves, totals: fn(*leaves, jnp.int32(0), *totals)
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -251,7 +257,7 @@ class _Shares:
             sums, batch, memory = self.through(one, inputs, [totals[c.var] for c in one.known], memory)
             found, state = self.reduced(one, sums, state | dict(zip(one.moved.memory, memory)))
             totals |= found
-        rest = self.finish(*leaves, jnp.int32(0), *(totals[c.var] for c in self.after.known))
+        rest = self.finish([leaves[i] for i in self.fixed], [totals[c.var] for c in self.after.known])
         out: list[Any] = [None] * len(self.split.results)
         for r, x in zip((*self.results, *self.after.results), (*batch, *rest), strict=True):
             out[r] = x
@@ -269,7 +275,7 @@ class _Shares:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def through(
-        self, one: _Pass, inputs: list[Any], known: list[Any], memory: list[Any]
+        self, one: Pass, inputs: list[Any], known: list[Any], memory: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """(sums of partial values, stacked along a leading dimension, or totals; the step's batch results; the next
         memory of loops that reduce)."""
@@ -279,21 +285,23 @@ class _Shares:
         if one.main is not None:
             main, fixed = one.main, one.main.before(inputs)
             if z.full == 1:
-                sums, outs, memory = self.trip(one, main, z.share, 0, inputs, fixed, known, memory)
+                sums, outs, memory = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known, memory)
                 collected.append([x[None] for x in outs])
             else:
-                sums, outs = self.loop(one, lambda i: self.trip(one, main, z.share, i, inputs, fixed, known)[:2])
+                sums, outs = self.loop(
+                    one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known)[:2]
+                )
                 collected.append(outs)
         if one.last is not None:
             fixed = one.last.before(inputs)
-            more, outs, _ = self.trip(one, one.last, z.rest, z.full, inputs, fixed, known)
+            more, outs, _ = self.trip(one, one.last, z.rest, z.full * z.share, z.local, inputs, fixed, known)
             sums = more if sums is None else [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)]
             collected.append([x[None] for x in outs])
         assert sums is not None
         joined = [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
         return sums, joined, memory
 
-    def loop(self, one: _Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+    def loop(self, one: Pass, trip: Callable[[Any], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
         def body(sums, i):
             more, outs = trip(i)
             return [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
@@ -301,22 +309,22 @@ class _Shares:
         first = []
         for c in one.wanted:
             zeros = reduction.start(c.op, c.var.aval.dtype, (self.sizes.groups, *shape_of(c.var)))
-            first.append(self.constrain(zeros, 0, spec=self._partial_spec(c)))
+            first.append(self.constrain(zeros, 0, spec=self.partial_spec(c)))
         return jax.lax.scan(body, first, jnp.arange(self.sizes.full, dtype=jnp.int32))
 
     def trip(
-        self, one: _Pass, part: Hoisted, size: int, i: Any, inputs: list[Any], fixed: list[Any], known: list[Any],
-        memory: Sequence[Any] = (),
+        self, one: Pass, part: Hoisted, size: int, start: Any, local: Any, inputs: list[Any], fixed: list[Any],
+        known: list[Any], memory: Sequence[Any] = (),
     ) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
         """One share on every group of devices: (partial values, batch results), stacked along a leading dimension, and
-        what was reduced on the way with its memory, which are not."""
-        z, statuses = self.sizes, self.split.inputs
-        start, count = i * z.share, len(one.wanted)
+        what was reduced on the way with its memory, which are not. It begins with example `start` of the `local` of
+        each group; `inputs` have all of these, or the share's only."""
+        z, statuses, count = self.sizes, self.split.inputs, len(one.wanted)
 
         def single(group, *batch):
             parts = iter(batch)
             args = [take(next(parts), s.dim + 1, start, size) if s.kind == "B" else x for x, s in zip(inputs, statuses)]
-            outs = part.run(args, fixed, group * z.local + start, [*known, *memory])
+            outs = part.run(args, fixed, group * local + start, [*known, *memory])
             sums = [x if k in done else wide(c.op, x) for k, (x, c) in enumerate(zip(outs, one.wanted))]
             return sums, outs[count : count + len(one.results)], outs[count + len(one.results) :]
 
@@ -334,7 +342,7 @@ class _Shares:
         )
         return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
 
-    def reduced(self, one: _Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    def reduced(self, one: Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
         """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
         gradients over the plan's slow axes, together."""
         cuts = one.wanted
@@ -345,7 +353,7 @@ class _Shares:
         named_cuts = self._names(self._left(one)) if self.plan.mesh.size > 1 else {}
         if named_cuts:
             stacked = {n: totals[c.var] for n, c in named_cuts.items()}
-            specs = {n: self._total_spec(c) for n, c in named_cuts.items()}
+            specs = {n: self.total_spec(c) for n, c in named_cuts.items()}
             reduce = self.reduce if one is self.passes[-1] else exact  # early totals: no memory
             made, new = reduce(stacked, mesh=self.mesh, specs=specs, axes=self.sizes.slow, state=state)
             state = dict(new)
@@ -356,15 +364,15 @@ class _Shares:
         x = x.astype(cut.var.aval.dtype)
         if self.plan.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, named(self.mesh, self._total_spec(cut)))
+        return jax.lax.with_sharding_constraint(x, named(self.mesh, self.total_spec(cut)))
 
     def inside(self, cut: Cut, x: Any) -> Any:
         """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
         ones reduce parts only; then over the rest at once. A gradient is left stacked along the plan's slow axes."""
-        z, spec, shape = self.sizes, self._total_spec(cut), self.plan.mesh.shape
+        z, spec, shape = self.sizes, self.total_spec(cut), self.plan.mesh.shape
         if self.plan.mesh.size == 1:
             return over(cut.op, x)
-        x = self.constrain(x, 0, spec=self._partial_spec(cut))
+        x = self.constrain(x, 0, spec=self.partial_spec(cut))
         if cut.op == "same":
             return own(x, self.mesh, z.axes)
         left, scattered, apart = z.axes, {a for axes in spec for a in axes}, self._apart(cut)

@@ -62,7 +62,8 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """Micro-batches: `count` shares of `share` examples each (None: the whole batch)."""
+    """Micro-batches: `count` shares of the batch (the last may be smaller), or as many of `share` examples each as it
+    has. `share` without a `count`: any number of them, compiled once."""
 
     count: int = 1
     share: int | None = None

@@ -88,14 +88,14 @@ def test_a_missing_cut_shows_in_the_gradient(monkeypatch):
     """The measure sees what it is for: one total left partial makes the gradient wrong."""
     p, expected = whole("dropout")
     biggest = max((c for c in p.split.cuts), key=lambda c: c.bytes)
-    real = shares_module._Shares.reduced
+    real = shares_module.Shares.reduced
 
     def reduced(self, one, sums, state):
         totals, state = real(self, one, sums, state)
         left = {c.var: x[0].astype(c.var.aval.dtype) for c, x in zip(one.wanted, sums) if c.var is biggest.var}
         return {**totals, **left}, state
 
-    monkeypatch.setattr(shares_module._Shares, "reduced", reduced)
+    monkeypatch.setattr(shares_module.Shares, "reduced", reduced)
     with jax.enable_x64(True):
         assert apart(run(p, nodes(2)), expected) > 1e-2
 

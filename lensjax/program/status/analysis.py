@@ -112,7 +112,7 @@ def analyze_status(jaxpr: Any, batch: Batch) -> Split:
         if sizes[0] % outer or sizes[1] % outer:
             continue
         try:
-            return _read(body, sizes, outer)
+            return _read(body, batch.dims, sizes, outer)
         except Refused as e:
             first = first or e
             if "splits the batch dimension" not in first.reason:
@@ -126,9 +126,8 @@ def _never(why: Refused) -> Split:
     return Split(verdict, verdict)
 
 
-def _read(body: Body, sizes: tuple[int, int], outer: int) -> Split:
+def _read(body: Body, dims: Mapping[Any, tuple[int, ...]], sizes: tuple[int, int], outer: int) -> Split:
     inputs = []
-    dims = {v: d for o in body.ops for v, d in zip(o.invars, o.ins) if d and is_var(v)}
     for v in body.invars:
         if len(found := dims.get(v, ())) > 1:
             raise Refused("an argument has two batch dimensions")

@@ -123,14 +123,16 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _changed(e: Any, f: Any) -> frozenset[int]:
-    found = []
-    for i, (x, y) in enumerate(zip(e.invars, f.invars, strict=True)):
-        if is_var(x) or x.val is y.val:
-            continue
-        try:
-            if not np.array_equal(np.asarray(x.val), np.asarray(y.val), equal_nan=np.asarray(x.val).dtype.kind in "fc"):
-                found.append(i)
-        except (TypeError, ValueError):
-            if str(x.val) != str(y.val):
-                found.append(i)
-    return frozenset(found)
+    pairs = enumerate(zip(e.invars, f.invars, strict=True))
+    return frozenset(i for i, (x, y) in pairs if not is_var(x) and differs(x, y))
+
+
+def differs(x: Any, y: Any) -> bool:
+    """Whether two literals have different values."""
+    if x.val is y.val:
+        return False
+    try:
+        a, b = np.asarray(x.val), np.asarray(y.val)
+        return not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    except (TypeError, ValueError):  # keys and other types that numpy does not know
+        return str(x.val) != str(y.val)
