@@ -24,9 +24,8 @@ from lensjax.execute.place import place
 from lensjax.passes.compress import reducer
 from lensjax.passes.counted import Counted
 from lensjax.passes.emit import Emitted
-from lensjax.passes.hoist import Hoisted
 from lensjax.passes.shardings import resolve
-from lensjax.passes.shares import Pass
+from lensjax.passes.shares import Pass, Sized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +92,9 @@ class Parts:
             trips, outs = [], []
             known = tuple(_place(cut, c.shares.passes) for cut in one.known)
             given = [totals[p][k] for p, k in known]
-            for part, size, times in ((one.main, z.share, z.full), (one.last, z.rest, 1)):
+            for part, times in ((one.main, z.full), (one.last, 1)):
                 if part is not None:
-                    trip, made = self._trip(one, part, size, times, fixed, batch, sums, given, count)
+                    trip, made = self._trip(one, part, times, fixed, batch, sums, given, count)
                     trips.append(trip)
                     outs.append([made] * times)
             reduce = None
@@ -110,8 +109,7 @@ class Parts:
     def _trip(
         self,
         one: Pass,
-        part: Hoisted,
-        size: int,
+        part: Sized,
         times: int,
         fixed: list[Any],
         batch: list[Any],
@@ -121,14 +119,14 @@ class Parts:
     ) -> tuple[_Trip, list[Any]]:
         """(the programs of micro-batches of one size, the results of the examples of one)."""
         c = self.counted
-        cut, micro = self._compile(c.cut(size), (count, batch), c.named(c.cut_specs()))
+        cut, micro = self._compile(c.cut(part.size), (count, batch), c.named(c.cut_specs()))
         prepare, copies, made = None, [], []
-        if c.copied or _jax.open_jaxpr(part.first).outvars:
+        if c.copied or _jax.open_jaxpr(part.program.first).outvars:
             prepare, (copies, made) = self._compile(c.prepare(part), (fixed,), None)
         read = self._read(fixed, copies)
         where = (count.sharding, [s.sharding for s in sums], None)
         share, (_, _, outs) = self._compile(
-            c.share(one, part, size), (count, count, sums, read, made, known, micro), where, (2,)
+            c.share(one, part), (count, count, sums, read, made, known, micro), where, (2,)
         )
         return _Trip(times, cut, prepare, share), outs
 

@@ -23,7 +23,6 @@ from lensjax.execute import extra
 from lensjax.execute.ahead import Ahead, ahead
 from lensjax.execute.counted import Parts
 from lensjax.execute.place import place
-from lensjax.passes.counted import counts
 from lensjax.passes.emit import Emitted, emit, shapes
 from lensjax.plan.plan import Plan
 from lensjax.program.opaque import opaque
@@ -229,7 +228,7 @@ def build(
     count = len(program.call.leaves)
     captured = tuple(place(v, s, own=True) for v, s in zip(program.captured, emitted.arguments[count:]))
     whole = donated_arguments(program, emitted.donated)
-    parts = Parts(emitted, compiled) if counts(plan) else None
+    parts = Parts(emitted, compiled) if plan.micro.any_number else None
     direct = (
         not captured
         and parts is None

@@ -22,20 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from lensjax.passes import reduce as reduction
-from lensjax.passes.hoist import Hoisted
 from lensjax.passes.lift import lift
 from lensjax.passes.reduce import Reducer, combine
 from lensjax.passes.shardings import Shardings, named, whole
 from lensjax.passes.share_layout import join, stack
-from lensjax.passes.shares import Pass, Shares
+from lensjax.passes.shares import Pass, Shares, Sized
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.edit import shape_of
 from lensjax.program.program import Program
-
-
-def counts(plan: Plan) -> bool:
-    """Whether the plan leaves the number of micro-batches open: it gives their size alone."""
-    return plan.micro.share is not None and plan.micro.count == 1
 
 
 class Counted:
@@ -93,13 +87,13 @@ class Counted:
 
         return cut
 
-    def prepare(self, part: Hoisted) -> Callable[..., Any]:
+    def prepare(self, part: Sized) -> Callable[..., Any]:
         def prepare(fixed):
             inputs = self._inputs(fixed, [])
             copies = [self.shares.copies[i](inputs[i], self.mesh) for i in self.copied]
             for i, x in zip(self.copied, copies):
                 inputs[i] = x
-            return copies, part.before(inputs)
+            return copies, part.program.before(inputs)
 
         return prepare
 
@@ -111,11 +105,11 @@ class Counted:
 
         return begin
 
-    def share(self, one: Pass, part: Hoisted, size: int) -> Callable[..., Any]:
+    def share(self, one: Pass, part: Sized) -> Callable[..., Any]:
         def micro_batch(start, local, sums, read, made, known, batch):
             inputs = self._inputs(read, batch)
-            more, outs, _ = self.shares.trip(one, part, size, start, local, inputs, made, known)
-            return start + size, [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
+            more, outs, _ = self.shares.trip(one, part, start, local, inputs, made, known)
+            return start + part.size, [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)], outs
 
         return micro_batch
 

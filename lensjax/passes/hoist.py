@@ -32,6 +32,10 @@ class Hoisted:
     def before(self, arguments: list[Any]) -> list[Any]:
         return jcore.jaxpr_as_fun(_jax.close(self.first))(*(arguments[i] for i in self.positions))
 
+    def begins_as(self, other: Hoisted) -> bool:
+        """Whether `before` makes the same values in both."""
+        return self.positions == other.positions and str(self.first) == str(other.first)
+
     def run(self, arguments: list[Any], made: list[Any], offset: Any, totals: list[Any]) -> list[Any]:
         return jcore.jaxpr_as_fun(_jax.close(self.second))(*arguments, offset, *totals, *made)
 

@@ -8,14 +8,15 @@ a gradient is what a scan stacks, its loop can do it: in each trip
 
 and the last layer's cross after the loop. The first trip has no layer before it and sends zeros: L + 1 exchanges for L
 layers, of which L stand beside a layer's work. Totals are written into their rows in place, and so is what a codec
-remembers, one row a layer.
+remembers, one row a layer. Of micro-batches the last one does so: each layer's sum over those before is added to its
+own before it crosses.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +63,10 @@ class Gradient:
 class Moved:
     """What was moved into loops. `results`: positions of the share's results that are totals now; `memory`: what the
     reductions keep between calls, a row for each layer, name -> shape: the program takes it after its arguments and
-    returns its next values after its results."""
+    returns its next values after its results. Where there are shares before this one it takes their sums of `results`
+    after that, in this order."""
 
-    results: frozenset[int] = frozenset()
+    results: tuple[int, ...] = ()
     memory: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
 
@@ -101,17 +103,30 @@ def _rowwise(eqn: Any) -> bool:
     return name != "reshape" or eqn.params["dimensions"] is None
 
 
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """How partial gradients become totals. `axes`: the mesh axes along which `jax.vmap` maps the shares; `fast`:
+    (partial gradients [groups, ..], the total's spec) -> the same, stacked over the slow ones of `axes` only; `reduce`:
+    over these, `slow`."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    slow: tuple[str, ...]
+    fast: Callable[[jax.Array, Spec], jax.Array]
+    reduce: Reducer
+
+
 def layer_by_layer(
-    program: Program, gradients: Mapping[int, Gradient], offset: int, mesh: Any, axes: tuple[str, ...], reduce: Reducer
+    program: Program, gradients: Mapping[int, Gradient], offset: int, how: Crossing, before: bool
 ) -> tuple[Program, Moved]:
     """A share's program with those of its results `gradients` that scans stack reduced in their loops. `offset`: the
-    position of its argument that differs from share to share; `axes`: the slow mesh axes, along which `jax.vmap` maps
-    the shares."""
+    position of its argument that differs from share to share; `before`: whether there are sums of other shares, to
+    which these gradients are added."""
     found = stacked(program, gradients)
     if not found:
         return program, Moved()
     inner = _jax.open_jaxpr(program.jaxpr)
-    b, outs, hidden, after = Builder(), list(inner.outvars), {}, []
+    b, outs, hidden, sums, after = Builder(), list(inner.outvars), {}, {}, []
     dropped = {id(e) for s in found.values() for e in s.path}
     for n, eqn in enumerate(inner.eqns):
         mine = {r: s for r, s in found.items() if s.scan == n}
@@ -122,12 +137,13 @@ def layer_by_layer(
         which = [
             _Row(gradients[r].name, s.place, s.path, inner.outvars[r].aval, gradients[r].spec) for r, s in mine.items()
         ]
-        loop = _Loop(eqn, which, mesh, axes, reduce)
+        loop = _Loop(eqn, which, how)
         memory = {f"layers/{len(hidden)}/{key}": x for key, x in loop.memory.items()}
-        rows = [_jax.new_var(jax.typeof(np.zeros((), x.dtype)).update(shape=x.shape)) for x in memory.values()]
-        made = iter(
-            b.apply(loop, inner.invars[offset], *b.read_all(eqn.invars), *rows, like=eqn, name="lensjax.layers")
-        )
+        rows = [_variable(x.shape, x.dtype) for x in memory.values()]
+        more = [_variable(row.total.shape, row.wide.dtype) for row in which] if before else []
+        sums |= dict(zip(mine, more))
+        given = (inner.invars[offset], *b.read_all(eqn.invars), *rows, *more)
+        made = iter(b.apply(loop, *given, like=eqn, name="lensjax.layers"))
         _, carry = _jax.scan_split(eqn)
         for i, v in enumerate(eqn.outvars):
             if i - carry not in loop.places:
@@ -137,10 +153,15 @@ def layer_by_layer(
         hidden[n] = (memory, rows)
         after += made
     memory = {k: x for more, _ in hidden.values() for k, x in more.items()}
-    invars = [*inner.invars, *(v for _, rows in hidden.values() for v in rows)]
+    invars = [*inner.invars, *(v for _, rows in hidden.values() for v in rows), *sums.values()]
     outs = [outs[r] if r in found else b.read(v) for r, v in enumerate(inner.outvars)]
     jaxpr = _jax.rebuild(program.jaxpr, invars=invars, eqns=b.eqns, outvars=[*outs, *after])
-    return dataclasses.replace(program, jaxpr=jaxpr), Moved(frozenset(found), memory)
+    order = [r for n in hidden for r, s in found.items() if s.scan == n]
+    return dataclasses.replace(program, jaxpr=jaxpr), Moved(tuple(order), memory)
+
+
+def _variable(shape: tuple[int, ...], dtype: Any) -> Any:
+    return _jax.new_var(jax.typeof(np.zeros((), dtype)).update(shape=shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,43 +190,49 @@ class _Row:
 
 
 class _Loop:
-    """A scan as a function that also reduces gradients: (offset, operands, memory) -> (carry, what it stacks besides,
-    totals, next memory). Compares by identity."""
+    """A scan as a function that also reduces gradients: (offset, operands, memory, sums of the shares before) ->
+    (carry, what it stacks besides, totals, next memory). Compares by identity."""
 
-    def __init__(self, eqn: Any, rows: Sequence[_Row], mesh: Any, axes: tuple[str, ...], reduce: Reducer):
-        self.eqn, self.rows, self.mesh, self.axes = eqn, rows, mesh, axes
+    def __init__(self, eqn: Any, rows: Sequence[_Row], how: Crossing):
+        self.eqn, self.rows, self.how, self.mesh = eqn, rows, how, how.mesh
         self.length, self.places = eqn.params["length"], {row.place for row in rows}
         self.specs = {row.name: row.spec[1:] for row in rows}
-        self.reduce = reduce
+        self.reduce = how.reduce
         self.memory: dict[str, jax.ShapeDtypeStruct] = {}
-        if isinstance(reduce, Compressed):
-            self.reduce = reduce.layers(self.length)
+        if isinstance(how.reduce, Compressed):
+            self.reduce = how.reduce.layers(self.length)
             shapes = {row.name: row.wide for row in rows}
-            for name, x in self.reduce.state(shapes, mesh=mesh, specs=self.specs, axes=axes).items():
-                sharding = NamedSharding(mesh, PartitionSpec(None, *x.sharding.spec))
+            for name, x in self.reduce.state(shapes, mesh=how.mesh, specs=self.specs, axes=how.slow).items():
+                sharding = NamedSharding(how.mesh, PartitionSpec(None, *x.sharding.spec))
                 self.memory[name] = jax.ShapeDtypeStruct((self.length, *x.shape), x.dtype, sharding=sharding)
 
     def __call__(self, offset, *values):
         consts, carried = _jax.scan_split(self.eqn)
-        values, memory = values[: len(self.eqn.invars)], dict(zip(self.memory, values[len(self.eqn.invars) :]))
+        values, memory = values[: len(self.eqn.invars)], values[len(self.eqn.invars) :]
+        memory, before = dict(zip(self.memory, memory)), list(memory[len(self.memory) :])
         body = jcore.jaxpr_as_fun(_jax.close(self.eqn.params["jaxpr"]))
 
         def trip(state, xs):
             n, carry, held, totals, memory = state
+            xs, before = xs
             totals, memory = self.cross(n - 1, offset, held, totals, memory)
             outs = body(*values[:consts], *carry, *xs)
             ys = outs[carried:]
-            held = [self.place(row.partial(ys[row.place]), without(row.spec[1:], self.axes)) for row in self.rows]
+            held = [row.partial(ys[row.place]) for row in self.rows]
+            held = [x + y for x, y in zip(held, before, strict=True)] if before else held
+            held = [self.place(x, without(row.spec[1:], self.how.axes)) for x, row in zip(held, self.rows)]
             rest = [y for i, y in enumerate(ys) if i not in self.places]
             return (n + 1, outs[:carried], held, totals, memory), rest
 
         totals = [self.place(jnp.zeros(row.total.shape, row.total.dtype), row.spec) for row in self.rows]
         none = [
-            self.place(jnp.zeros(row.wide.shape, row.wide.dtype), without(row.spec[1:], self.axes)) for row in self.rows
+            self.place(jnp.zeros(row.wide.shape, row.wide.dtype), without(row.spec[1:], self.how.axes))
+            for row in self.rows
         ]
         first = (jnp.int32(0), list(values[consts : consts + carried]), none, totals, memory)
         how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        (n, carry, held, totals, memory), rest = jax.lax.scan(trip, first, list(values[consts + carried :]), **how)
+        xs = list(values[consts + carried :]), before
+        (n, carry, held, totals, memory), rest = jax.lax.scan(trip, first, xs, **how)
         totals, memory = self.cross(n - 1, offset, held, totals, memory)
         return [*carry, *rest, *totals, *memory.values()]
 
@@ -244,9 +271,9 @@ class _Exchange:
         def _(size, batched, _, *values):
             # A gradient that is the same in every share is a partial one nevertheless.
             each = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(values[:count], batched[1:])]
-            partials = {row.name: x for row, x in zip(loop.rows, each)}
+            partials = {row.name: loop.how.fast(x, loop.specs[row.name]) for row, x in zip(loop.rows, each)}
             rows = dict(zip(loop.memory, values[count:]))
-            made, new = loop.reduce(partials, mesh=loop.mesh, specs=loop.specs, axes=loop.axes, state=rows)
+            made, new = loop.reduce(partials, mesh=loop.mesh, specs=loop.specs, axes=loop.how.slow, state=rows)
             out = [*self.narrow([made[row.name] for row in loop.rows]), *(new[name] for name in loop.memory)]
             return out, [False] * len(out)
 

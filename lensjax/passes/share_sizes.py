@@ -95,6 +95,8 @@ def sizes(program: Program, plan: Plan) -> Sizes:
     local = n // unit
     one = _share(plan, n, unit, local)
     found = Sizes(axes, inside, slow, groups, outer, local, one, local // one, local % one)
+    if looped and inside_loops(plan) and not found.rest:  # the last share has a program of its own
+        found = dataclasses.replace(found, full=found.full - 1, rest=one)
     if micro.share is None and found.count != micro.count:
         raise PlanError(
             f"field 'micro.count' of the plan is {micro.count}; the {local} examples of each device do not make as "

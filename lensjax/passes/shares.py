@@ -4,7 +4,8 @@ nodes           the share of each group of devices stands side by side along a l
                 the slow mesh axes (the share program under `jax.vmap(spmd_axis_name=...)`, everything else
                 automatic); that dimension is reduced at the end. Totals that a share needs before it is done are
                 reduced in place.
-scanned layers  where the plan says `inside`, their gradients cross in the backward loop (see `share_layers`).
+scanned layers  where the plan says `inside`, their gradients cross in the backward loop (see `share_layers`), of
+                micro-batches in that of the last one, which is a program of its own then.
 micro-batches   the same over all axes that split the batch, in a loop: each device adds up its own partial values,
                 in float32 or wider, nothing is reduced between devices inside the loop, and split weights are
                 gathered before it. Totals needed before are found by a pass of their own.
@@ -24,7 +25,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lensjax import _jax
 from lensjax.passes import reduce as reduction
 from lensjax.passes.compress import Compressed
-from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
 from lensjax.passes.pin import Share, pin
@@ -32,9 +32,10 @@ from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
 from lensjax.passes.shardings import Shardings, named, whole
-from lensjax.passes.share_layers import Gradient, Moved, layer_by_layer, stacked
+from lensjax.passes.share_layers import Crossing, Gradient, Moved, layer_by_layer, stacked
 from lensjax.passes.share_layout import join, own, spread, stack, take, without
 from lensjax.passes.share_sizes import inside_loops, sizes
+from lensjax.passes.share_specs import total_specs
 from lensjax.passes.split import share, update
 from lensjax.plan.plan import Micro, Plan, Spec
 from lensjax.program.edit import shape_of
@@ -53,16 +54,31 @@ def shares(
 
 
 @dataclasses.dataclass(frozen=True)
+class Sized:
+    """The share program at one size (examples, in the units of `Sizes`). `moved`: the gradients that are totals when it
+    is done."""
+
+    size: int
+    program: Hoisted
+    moved: Moved
+
+
+@dataclasses.dataclass(frozen=True)
 class Pass:
-    """One way through the batch. `main`, `last`: the share program at the size of all shares, and of an uneven last
-    one. `moved`: the gradients that are totals when a share is done."""
+    """One way through the batch. `main`, `last`: the share program at the size of all shares, and of a last one that
+    differs."""
 
     wanted: tuple[Cut, ...]
     known: tuple[Cut, ...]
     results: tuple[int, ...]
-    main: Hoisted | None
-    last: Hoisted | None
-    moved: Moved
+    main: Sized | None
+    last: Sized | None
+
+    @property
+    def moved(self) -> Moved:
+        """What is a total when the last share is done."""
+        end = self.last or self.main
+        return end.moved if end is not None else Moved()
 
 
 class Shares:
@@ -76,7 +92,7 @@ class Shares:
         self.fixed = tuple(i for i, s in enumerate(self.split.inputs) if s.kind != "B")
         self.copies = copies(program, plan, shardings, self.sizes.slow) if plan.mesh.size > 1 else {}
         self.after = update(program)
-        self.specs, self.owners = self._total_specs()
+        self.specs, self.owners = total_specs(self.after, self.count, shardings)
         if isinstance(reduce, Compressed):
             reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
@@ -102,8 +118,9 @@ class Shares:
         return b.apply(Total(cut.op), atom, like=eqn, name="lensjax.total")[0]
 
     def _pass(self, wanted: Sequence[Cut], known: Sequence[Cut], results: tuple[int, ...], hook: Any) -> Pass:
-        z, made, moved = self.sizes, [], Moved()
-        for size in (z.share if z.full else 0, z.rest):
+        z, made = self.sizes, []
+        sizes = (z.share if z.full else 0, z.rest)
+        for size, ends in zip(sizes, (not z.rest, True)):
             if not size:
                 made.append(None)
                 continue
@@ -118,15 +135,21 @@ class Shares:
             pinned = pin(prepared, self.plan, self.mesh, specs, Share(z.axes, partials))
             names = self._names([c for c in wanted if c.var in self.rowwise])
             rows = {wanted.index(c): Gradient(n, self.total_spec(c)) for n, c in names.items()}
-            if rows:
-                pinned, moved = layer_by_layer(pinned, rows, self.count, self.mesh, z.slow, self.reduce)
-            made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed))
-        return Pass(tuple(wanted), tuple(known), results, made[0], made[1], moved)
+            moved = Moved()
+            if rows and ends:
+                pinned, moved = layer_by_layer(pinned, rows, self.count, self._crossing(), z.full > 0 and z.rest > 0)
+            made.append(Sized(size, hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed), moved))
+        return Pass(tuple(wanted), tuple(known), results, made[0], made[1])
+
+    def _crossing(self) -> Crossing:
+        z = self.sizes
+        fast = lambda x, spec: self.over_groups("sum", x, spec, apart=True)
+        return Crossing(self.mesh, z.axes, z.slow, fast, self.reduce)
 
     def _stacked(self, part: Program, wanted: Sequence[Cut]) -> set[Any]:
-        """The gradients that a share's scans stack and the plan reduces in them: of one share for each node, where
-        layers are not split between devices (each device takes part in each layer's reduction)."""
-        if self.plan.micro != Micro() or not inside_loops(self.plan):
+        """The gradients that a share's scans stack and the plan reduces in them, where layers are not split between
+        devices (each device takes part in each layer's reduction)."""
+        if not inside_loops(self.plan):
             return set()
         able = [k for k, c in enumerate(wanted) if self._apart(c) and not c.early and not self.specs[c.var][0]]
         return {wanted[k].var for k in stacked(part, able)}
@@ -141,34 +164,6 @@ class Shares:
             else:
                 found.append(whole(len(a.shape)))
         return found
-
-    def _total_specs(self) -> tuple[dict[Any, Spec], dict[Any, str]]:
-        """({cut variable: the spec in which the update needs its total}, {cut variable: the path of the tensor whose
-        gradient it is})."""
-        p = self.after.program
-        inner, paths = _jax.open_jaxpr(p.jaxpr), {}
-        wanted: dict[Any, Spec] = {}
-
-        def want(result: int, spec: Spec, path: str) -> None:
-            wanted[inner.outvars[result]] = spec
-            paths.setdefault(inner.outvars[result], path)
-
-        arguments = list(enumerate(p.arguments[: self.count]))
-        for i, a in arguments:
-            if a.result is not None and a.role == "parameter":
-                want(a.result, self.shardings.gradients[i], a.path)
-        for i, r in p.gradients.items():
-            want(r, self.shardings.gradients[i], p.arguments[i].path)
-        for i, a in arguments:
-            if a.result is not None and a.role == "optimizer":
-                want(a.result, self.shardings.arguments[i], a.path)
-        found = gradient_inputs(p, wanted)
-        specs, owners = {}, {}
-        for c, v in zip(self.after.known, inner.invars[self.count + 1 :], strict=True):
-            specs[c.var], start = found.get(v, (whole(len(shape_of(v))), None))
-            if start is not None and c.op == "sum" and jnp.issubdtype(v.aval.dtype, jnp.floating):
-                owners[c.var] = paths[start]
-        return specs, owners
 
     def partial_spec(self, cut: Cut) -> Spec:
         return without(self.total_spec(cut), self.sizes.axes)
@@ -215,9 +210,10 @@ class Shares:
         if not moved:
             return f"no gradient crosses {where} inside a loop: none is what a loop over whole layers stacks"
         count = sum(self._apart(c) for c in self.passes[-1].wanted)
+        last = " of the last micro-batch" if self.sizes.count > 1 else ""
         return (
-            f"{moved} of {count} gradients cross {where} inside the backward loop, each layer's while the next one is "
-            "computed"
+            f"{moved} of {count} gradients cross {where} inside the backward loop{last}, each layer's while the next "
+            "one is computed"
         )
 
     def _left(self, one: Pass) -> list[Cut]:
@@ -282,20 +278,28 @@ class Shares:
         z = self.sizes
         sums: list[Any] | None = None
         collected: list[list[Any]] = []
+        fixed: list[Any] = []
         if one.main is not None:
-            main, fixed = one.main, one.main.before(inputs)
+            main, fixed = one.main, one.main.program.before(inputs)
             if z.full == 1:
-                sums, outs, memory = self.trip(one, main, z.share, 0, z.local, inputs, fixed, known, memory)
+                sums, outs, more = self.trip(one, main, 0, z.local, inputs, fixed, known, memory)
                 collected.append([x[None] for x in outs])
+                memory = memory if one.last is not None else more
             else:
                 sums, outs = self.loop(
-                    one, lambda i: self.trip(one, main, z.share, i * z.share, z.local, inputs, fixed, known)[:2]
+                    one, lambda i: self.trip(one, main, i * z.share, z.local, inputs, fixed, known)[:2]
                 )
                 collected.append(outs)
         if one.last is not None:
-            fixed = one.last.before(inputs)
-            more, outs, _ = self.trip(one, one.last, z.rest, z.full * z.share, z.local, inputs, fixed, known)
-            sums = more if sums is None else [combine(c.op, a, b) for c, a, b in zip(one.wanted, sums, more)]
+            last, start = one.last, z.full * z.share
+            if one.main is None or not last.program.begins_as(one.main.program):
+                fixed = last.program.before(inputs)
+            before = [sums[k] for k in last.moved.results] if sums is not None else []
+            more, outs, memory = self.trip(one, last, start, z.local, inputs, fixed, known, memory, before)
+            if sums is not None:
+                pairs = enumerate(zip(one.wanted, sums, more, strict=True))
+                more = [b if k in last.moved.results else combine(c.op, a, b) for k, (c, a, b) in pairs]
+            sums = more
             collected.append([x[None] for x in outs])
         assert sums is not None
         joined = [join([c[k] for c in collected], self.split.results[r], z) for k, r in enumerate(one.results)]
@@ -313,34 +317,38 @@ class Shares:
         return jax.lax.scan(body, first, jnp.arange(self.sizes.full, dtype=jnp.int32))
 
     def trip(
-        self, one: Pass, part: Hoisted, size: int, start: Any, local: Any, inputs: list[Any], fixed: list[Any],
-        known: list[Any], memory: Sequence[Any] = (),
+        self, one: Pass, part: Sized, start: Any, local: Any, inputs: list[Any], fixed: list[Any], known: list[Any],
+        memory: Sequence[Any] = (), before: Sequence[Any] = (),
     ) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
         """One share on every group of devices: (partial values, batch results), stacked along a leading dimension, and
         what was reduced on the way with its memory, which are not. It begins with example `start` of the `local` of
-        each group; `inputs` have all of these, or the share's only."""
+        each group; `inputs` have all of these, or the share's only. `before`: sums of the shares before, of what is
+        reduced on the way."""
         z, statuses, count = self.sizes, self.split.inputs, len(one.wanted)
+        memory = memory if part.moved.memory else ()
 
-        def single(group, *batch):
+        def single(group, before, *batch):
             parts = iter(batch)
-            args = [take(next(parts), s.dim + 1, start, size) if s.kind == "B" else x for x, s in zip(inputs, statuses)]
-            outs = part.run(args, fixed, group * local + start, [*known, *memory])
+            args = [
+                take(next(parts), s.dim + 1, start, part.size) if s.kind == "B" else x for x, s in zip(inputs, statuses)
+            ]
+            outs = part.program.run(args, fixed, group * local + start, [*known, *memory, *before])
             sums = [x if k in done else wide(c.op, x) for k, (x, c) in enumerate(zip(outs, one.wanted))]
             return sums, outs[count : count + len(one.results)], outs[count + len(one.results) :]
 
-        done = one.moved.results
+        done = part.moved.results
         batch = [(x, s.dim + 1) for x, s in zip(inputs, statuses) if s.kind == "B"]
         if z.groups == 1:
             only = [jax.lax.index_in_dim(x, 0, d, keepdims=False) for x, d in batch]
-            return jax.tree.map(lambda x: x[None], single(jnp.int32(0), *only))
+            return jax.tree.map(lambda x: x[None], single(jnp.int32(0), [], *only))
         mapped = jax.vmap(
             single,
-            in_axes=(0, *(d for _, d in batch)),
+            in_axes=(0, 0, *(d for _, d in batch)),
             out_axes=([None if k in done else 0 for k in range(count)], 0, None),
             axis_size=z.groups,
             spmd_axis_name=z.axes,
         )
-        return mapped(jnp.arange(z.groups, dtype=jnp.int32), *(x for x, _ in batch))
+        return mapped(jnp.arange(z.groups, dtype=jnp.int32), list(before), *(x for x, _ in batch))
 
     def reduced(self, one: Pass, sums: Sequence[Any], state: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
         """The totals by cut variable, and the next state: over the groups first, the fastest axes first, then the
@@ -367,22 +375,27 @@ class Shares:
         return jax.lax.with_sharding_constraint(x, named(self.mesh, self.total_spec(cut)))
 
     def inside(self, cut: Cut, x: Any) -> Any:
-        """The reduction over the groups: first over the axes that split the total, the fastest first, so that slower
-        ones reduce parts only; then over the rest at once. A gradient is left stacked along the plan's slow axes."""
-        z, spec, shape = self.sizes, self.total_spec(cut), self.plan.mesh.shape
+        """The reduction over the groups; a gradient is left stacked along the plan's slow axes."""
+        return self.over_groups(cut.op, x, self.total_spec(cut), self._apart(cut))
+
+    def over_groups(self, op: str, x: Any, spec: Spec, apart: bool) -> Any:
+        """[groups, ..] -> the total, split as `spec` says: first over the axes that split it, the fastest first, so
+        that slower ones reduce parts only; then over the rest at once. `apart`: it is left stacked along the slow
+        axes."""
+        z, shape = self.sizes, self.plan.mesh.shape
         if self.plan.mesh.size == 1:
-            return over(cut.op, x)
-        x = self.constrain(x, 0, spec=self.partial_spec(cut))
-        if cut.op == "same":
+            return over(op, x)
+        x = self.constrain(x, 0, spec=without(spec, z.axes))
+        if op == "same":
             return own(x, self.mesh, z.axes)
-        left, scattered, apart = z.axes, {a for axes in spec for a in axes}, self._apart(cut)
+        left, scattered = z.axes, {a for axes in spec for a in axes}
         while left:
             if apart and z.slow == left:
                 return x
             *rest, fast = left
             if fast not in scattered and not apart:
-                return over(cut.op, x)
+                return over(op, x)
             left = tuple(rest)
-            x = over(cut.op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
+            x = over(op, x.reshape((-1, shape[fast], *x.shape[1:])), 1)
             x = jax.lax.with_sharding_constraint(x, named(self.mesh, (left, *without(spec, left))))
         return x[0]

@@ -68,6 +68,10 @@ class Micro:
     count: int = 1
     share: int | None = None
 
+    @property
+    def any_number(self) -> bool:
+        return self.share is not None and self.count == 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:

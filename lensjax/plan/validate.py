@@ -9,7 +9,7 @@ from typing import Any
 
 from lensjax._errors import PlanError
 from lensjax.plan.levels import parse
-from lensjax.plan.plan import MeshPlan, Micro, Plan, Rules
+from lensjax.plan.plan import MeshPlan, Plan, Rules
 
 GATHER = ("once", "again")
 
@@ -86,10 +86,11 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
                 f"field 'reduce.{tier}.inside' does nothing: the compiler reduces where it likes",
                 hint="set 'reduce.*.split', or name a codec in 'reduce.*.codec'",
             )
-        if reduce.inside and plan.micro != Micro():
+        if reduce.inside and plan.micro.any_number:
             raise PlanError(
-                f"field 'reduce.{tier}.inside' does nothing: micro-batches are added up before anything is reduced",
-                hint="leave it out, or set micro.count to 1",
+                f"field 'reduce.{tier}.inside' is for the last micro-batch; 'micro' does not say how many there are "
+                f"(share {plan.micro.share} alone: any number)",
+                hint="give micro.count, or leave 'inside' out",
             )
         batch = plan.rules.activations.get("batch", ())
         if (reduce.split or reduce.codec != "exact") and not any(

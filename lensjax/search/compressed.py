@@ -18,7 +18,7 @@ from lensjax.comm import parse_codec
 from lensjax.comm.gate import CODING_BYTES, LEAST_GAIN
 from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import falls_back
-from lensjax.plan.plan import Micro, Plan, Reduce
+from lensjax.plan.plan import Plan, Reduce
 from lensjax.program.program import Program
 from lensjax.search.choose import Candidate, Choice
 from lensjax.topology.cluster import Cluster
@@ -124,7 +124,7 @@ def _hidden(plan: Plan, tier: str, program: Program, pricer: Callable[[Plan], Pl
     """The plan, or the one with each scanned layer's gradients crossing while the next layer is computed, where that is
     predicted to gain as much as codes have to: it sends 1/L more."""
     eqns = _jax.open_jaxpr(program.jaxpr).eqns
-    if plan.micro != Micro() or plan.reduce[tier].inside or not any(e.primitive.name == "scan" for e in eqns):
+    if plan.micro.any_number or plan.reduce[tier].inside or not any(e.primitive.name == "scan" for e in eqns):
         return plan
     other = pricer(plan.replace(reduce={**plan.reduce, tier: dataclasses.replace(plan.reduce[tier], inside=True)}))
     assert plan.predicted is not None and other.predicted is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +245,74 @@ def test_a_non_finite_gradient_leaves_the_memory_alone():
         np.testing.assert_array_equal(before[k], np.asarray(v))
 
 
+# ---- of micro-batches, the last one's loop ---------------------------------------------------------------------------
+
+
+def in_parts(codec, micro, inside=True, preset="dp=2,zero1=4", fn=step):
+    made = under(codec, inside, preset, fn)
+    return lensjax.parallelize(
+        fn, cluster=MACHINE, plan=made.plan_for(init(), batch()).replace(micro=micro), donate=False
+    )
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "fn, preset, micro",
+    [
+        (step, "dp=2,zero1=4", Micro(2)),
+        (weighed, "dp=2,fsdp:once=4", Micro(3)),  # two passes; shares of 3, 3 and 2 on each device
+        (turned, "dp=2,tp=4", Micro(4)),
+        (remat, "dp=2,zero1=4", Micro(4)),
+        (half, "dp=2,fsdp=4", Micro(2)),
+        (functools.partial(step, reverse=True), "dp=2,fsdp=4", Micro(8)),
+        (step, "dp=2,fsdp=4", Micro(3, share=24)),
+        (step, "dp=2,zero1=4", Micro(2, share=64)),  # one share is the whole batch
+    ],
+)
+def test_micro_batches_cross_in_the_last_one_s_loop(fn, preset, micro):
+    expected = jax.jit(fn)(init(), batch())[1]["grads"]
+    made = in_parts("exact", micro, preset=preset, fn=fn)
+    assert furthest(gradients(made), expected) <= (1e-2 if fn is half else 1e-6)
+    assert {c.trips for c in crossing(made) if c.payload > 1024} <= {1, LAYERS}, "not once a micro-batch"
+    assert any(c.trips == LAYERS for c in crossing(made))
+    assert "inside the backward loop" in made.explain()
+
+
+def test_as_many_bytes_cross_whatever_the_number_of_micro_batches():
+    sent = []
+    for count in (1, 4, 8):
+        made = in_parts("int8", Micro(count))
+        mine = gradients(made)
+        sent.append(sum(step_bytes(c) for c in crossing(made) if c.dtypes != ("f32",)))
+        assert furthest(mine, jax.jit(step)(init(), batch())[1]["grads"]) <= 4 / 252
+        assert [c.trips for c in crossing(made) if "u8" in c.dtypes].count(LAYERS) == 2
+    assert len(set(sent)) == 1, sent
+
+
+@pytest.mark.slow
+def test_what_is_remembered_over_micro_batches_is_as_at_the_end_bit_for_bit():
+    ends = []
+    for inside in (True, False):
+        made, params = in_parts("int4", Micro(4), inside), init()
+        for n in range(3):
+            params, _ = made(params, batch(n))
+        ends.append(params)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_without_the_sums_of_the_others_the_gradient_is_wrong(monkeypatch):
+    real = share_layers._Loop.__call__
+
+    def forgets(self, offset, *values):
+        count = len(self.eqn.invars) + len(self.memory)
+        return real(self, offset, *values[:count], *(jnp.zeros_like(x) for x in values[count:]))
+
+    monkeypatch.setattr(share_layers._Loop, "__call__", forgets)
+    mine, expected = gradients(in_parts("exact", Micro(4))), jax.jit(step)(init(), batch())[1]["grads"]
+    assert furthest(mine["layers"], expected["layers"]) > 0.1
+    assert furthest(mine["out"], expected["out"]) <= 1e-6
+
+
 # ---- what crosses ---------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +386,10 @@ def test_what_cannot_be_inside():
     plan = lensjax.parallelize(step, cluster=MACHINE, plan="dp=2,zero1=4").plan_for(*args)
     for changes, words in [
         ({"reduce": {SLOW: Reduce(inside=True)}}, ["reduce.host.inside", "split"]),
-        ({"reduce": {SLOW: Reduce("int8", inside=True)}, "micro": Micro(2)}, ["reduce.host.inside", "micro"]),
+        (
+            {"reduce": {SLOW: Reduce("int8", inside=True)}, "micro": Micro(share=16)},
+            ["reduce.host.inside", "any number", "micro.count"],
+        ),
     ]:
         with pytest.raises(PlanError) as e:
             lensjax.parallelize(step, cluster=MACHINE, plan=plan.replace(**changes))(*args)
