@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from lensjax.execute.place import device_mesh
 from lensjax.models import target
 from lensjax.models.targets import CONFIGS
 from lensjax.passes.emit import emit
-from lensjax.plan.plan import Reduce
+from lensjax.plan.plan import Micro, Reduce
 from lensjax.program.program import analyze
 from lensjax.search.choose import tier_names
 from lensjax.search.presets import preset
@@ -42,8 +43,9 @@ def during(hlo: str, kind: str, dtype: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @needs_gpu_compiler
+@pytest.mark.parametrize("micro", [Micro(), Micro(2)], ids=["whole", "micro"])
 @pytest.mark.parametrize("inside", ["fsdp:once=8", "fsdp=8", "fsdp:once=4,tp=2"])
-def test_compiled_for_two_nodes_of_h100(inside, tmp_path, monkeypatch):
+def test_compiled_for_two_nodes_of_h100(inside, micro, tmp_path, monkeypatch):
     """In the backward loop an all-to-all and an all-gather of codes; the first is under way while layers' matmuls run,
     without any flag."""
     monkeypatch.setenv("LENSJAX_CACHE", str(tmp_path))
@@ -52,7 +54,7 @@ def test_compiled_for_two_nodes_of_h100(inside, tmp_path, monkeypatch):
     made = target(config, 32, 256)
     program, cluster = analyze(made.step, (made.state, made.batch)), Cluster.parse("dgx-h100:2")
     plain = preset(f"dp=2,{inside}", program, cluster.devices, tier_of=tier_names(cluster))
-    plan = price(program, plain.replace(reduce={"rail": Reduce("int8", inside=True)}), cluster)
+    plan = price(program, plain.replace(reduce={"rail": Reduce("int8", inside=True)}, micro=micro), cluster)
     proof = prove(program, plan, cluster)
     across, wide = between_nodes(proof)
     assert sum(c.payload for c in wide) <= 64, wide
@@ -93,9 +95,10 @@ def test_families_with_scans(name, moves):
     where = [i for i, path in enumerate(p.result_paths) if "grads" in path.split("/")]
     largest = max(np.abs(expected[i]).max() for i in where)
     exact = 2e-6 if FAMILIES[name].dtype == "float32" else 2e-2
-    for reduce, most in ((Reduce(split=True, inside=True), exact), (Reduce("int8", inside=True), exact + 4 / 252)):
-        mine, notes = compiled(p, base.replace(reduce={"host": reduce}))
+    cases = [(Reduce(split=True, inside=True), exact), (Reduce("int8", inside=True), exact + 4 / 252)]
+    for micro, (reduce, most) in itertools.product((Micro(), Micro(2)), cases):
+        mine, notes = compiled(p, base.replace(reduce={"host": reduce}, micro=micro))
         far = max(np.abs(mine[i] - expected[i]).max() for i in where) / largest
-        print(f"{name} {reduce.codec}: {far:.1e}; {notes}")
+        print(f"{name} {reduce.codec} {micro.count}: {far:.1e}; {notes}")
         assert far <= most
         assert moves == any("inside the backward loop" in n for n in notes)
