@@ -36,6 +36,12 @@ class Planned:
     def _build(self, program: Program) -> Executable:
         raise NotImplementedError
 
+    def _analyze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        raise NotImplementedError
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        raise NotImplementedError
+
     @property
     def plan(self) -> Plan:
         """The plan. Raises PlanError before there is one."""
@@ -76,8 +82,11 @@ class Planned:
         again = twice_the_batch(self.program, self._fn)
         return prove(self.program, self.plan, cluster, backend=backend, again=again, time_limit=time_limit)
 
-    def lower(self) -> jax.stages.Lowered:
-        """StableHLO of the planned step on the devices that are there."""
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """StableHLO of the planned step on the devices that are there: of the step as it runs, or for arguments (arrays
+        or ShapeDtypeStructs), for which it is planned where it has no plan yet."""
+        if args or kwargs:
+            return self._build(self._analyze(*self._taken(args, kwargs))).lowered
         return self._executable().lowered
 
     def _executable(self) -> Executable:

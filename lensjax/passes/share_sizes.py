@@ -67,10 +67,11 @@ def sizes(program: Program, plan: Plan) -> Sizes:
     split, micro = program.split, plan.micro
     looped = micro != Micro()
     if looped and not split.micro:
+        field = "count" if micro.share is None else "share"
         raise PlanError(
-            f"field 'micro.count' of the plan is {micro.count}; the step cannot go through its batch share by share: "
-            f"{split.micro}",
-            hint="set micro.count to 1: the whole batch then goes through at once",
+            f"field 'micro.{field}' of the plan is {getattr(micro, field)}; the step cannot go through its batch share "
+            f"by share: {split.micro}",
+            hint="leave 'micro' out: the whole batch then goes through at once",
             code="split",
         )
     slow = slow_axes(plan)
@@ -104,6 +105,13 @@ def sizes(program: Program, plan: Plan) -> Sizes:
             hint=f"micro.count {found.count}, or another number up to {local}",
             code="split",
         )
+    if not micro.any_number and found.count != micro.count:
+        raise PlanError(
+            f"fields 'micro.count' and 'micro.share' of the plan are {micro.count} and {micro.share}; a batch of {n} "
+            f"makes {found.count} shares of {micro.share}",
+            hint="give one of the two: share alone takes batches of any size",
+            code="split",
+        )
     return found
 
 
@@ -115,7 +123,7 @@ def _share(plan: Plan, n: int, unit: int, local: int) -> int:
         raise PlanError(
             f"field 'micro.share' of the plan is {micro.share}; expected a number of examples up to the batch of {n}, "
             f"of which each of {unit} parts gets as many",
-            hint=f"a multiple of {unit}",
+            hint=f"a multiple of {unit}, at most {n}",
             code="split",
         )
     return micro.share // unit

@@ -63,7 +63,7 @@ class Rules:
 @dataclasses.dataclass(frozen=True)
 class Micro:
     """Micro-batches: `count` shares of the batch (the last may be smaller), or as many of `share` examples each as it
-    has. `share` without a `count`: any number of them, compiled once."""
+    has: any number of them, compiled once. With both, the batch has to make as many."""
 
     count: int = 1
     share: int | None = None

@@ -28,8 +28,9 @@ _CALLS = {
 def inline(jaxpr: Any) -> Any:
     """The same program with every call replaced by its equations, at every depth, and constants as literals.
 
-    Source lines and name stacks are kept: an inlined equation carries the caller's stack before its own. Shardings on
-    an inner jit become sharding constraints. Every variable is a fresh object: JAX shares one jaxpr object between
+    Source lines and name stacks are kept: an inlined equation carries the caller's stack before its own, and the
+    caller's line where it has none (JAX traces its own functions, `jnp.sort`, out of sight). Shardings on an inner jit
+    become sharding constraints. Every variable is a fresh object: JAX shares one jaxpr object between
     equal calls, while analyses keep facts per variable.
     """
     return _dead_code(_inline(jaxpr))
@@ -47,15 +48,17 @@ def _inline(jaxpr: Any) -> Any:
 def _inline_into(b: Builder, jaxpr: Any, outer: Any) -> list[Any]:
     """Emits the equations of `jaxpr` into `b`, whose `env` holds its arguments; returns the results.
 
-    `outer` is the name stack of the call, None at the top of a body.
+    `outer` is the source of the call, None at the top of a body.
     """
     inner = _jax.open_jaxpr(jaxpr)
+    hidden = outer is not None and bool(inner.eqns) and not _jax.user_line(inner.eqns[0])
     for var, value in zip(inner.constvars, _jax.constants(jaxpr)):
         b.env[var] = jcore.Literal(value, var.aval)
     for eqn in inner.eqns:
         source = eqn.source_info
         if outer is not None:
-            source = source.replace(name_stack=outer + source.name_stack)
+            traceback = outer.traceback if hidden else source.traceback
+            source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
         eqn = eqn.replace(source_info=source)
         key = _CALLS.get(eqn.primitive.name)
         if key in eqn.params:
@@ -69,14 +72,14 @@ def _inline_into(b: Builder, jaxpr: Any, outer: Any) -> list[Any]:
 
 
 def _inline_call(b: Builder, eqn: Any, callee: Any) -> list[Any]:
-    stack = eqn.source_info.name_stack
+    source = eqn.source_info
     if eqn.primitive.name in ("jit", "pjit"):
-        stack = stack.extend(f"jit({eqn.params['name']})")
+        source = source.replace(name_stack=source.name_stack.extend(f"jit({eqn.params['name']})"))
     inner = Builder()
     inner.eqns = b.eqns
     operands = _constrained(b, b.read_all(eqn.invars), eqn.params.get("in_shardings"), eqn)
     inner.env = dict(zip(_jax.open_jaxpr(callee).invars, operands))
-    return _constrained(b, _inline_into(inner, callee, stack), eqn.params.get("out_shardings"), eqn)
+    return _constrained(b, _inline_into(inner, callee, source), eqn.params.get("out_shardings"), eqn)
 
 
 def _constrained(b: Builder, atoms: list[Any], shardings: Any, like: Any) -> list[Any]:

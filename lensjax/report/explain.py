@@ -49,7 +49,7 @@ def headline(program: Program, choice: Choice) -> Any:
     where = f" on {plan.provenance.cluster}" if plan.provenance.cluster else ""
     lines = [
         f"plan {plan.name}{where}: mesh {axes}; "
-        f"the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}"
+        f"the batch of {program.batch.size} over {'+'.join(batch_axes(plan)) or 'nothing'}{in_shares(plan)}"
     ]
     if p is not None:
         lines.append(
@@ -58,6 +58,14 @@ def headline(program: Program, choice: Choice) -> Any:
         )
         lines += [f"note: {f}" for f in p.findings]
     return Flow("\n".join(lines))
+
+
+def in_shares(plan: Plan) -> str:
+    """The plan's micro-batches in words, after what is said of the batch."""
+    m = plan.micro
+    if m.any_number:
+        return f" in micro-batches of {m.share}, any number of them"
+    return f" in {m.count} micro-batches" if m.count > 1 else ""
 
 
 def table(choice: Choice) -> Table:
@@ -157,7 +165,9 @@ def reasons(choice: Choice) -> Flow | None:
     mine, lines = choice.plan.predicted, []
     fitting = [c for c in priced if c.fits(choice.memory)]
     if fitting:
-        lines.append(f"chosen over {fitting[0].name}: {against(mine, fitting[0])}")
+        asked = mine.step_s > fitting[0].step_s  # a codec that was named, a plan that was given
+        over = "beside" if asked else "chosen over"
+        lines.append(f"{over} {fitting[0].name}: {against(mine, fitting[0])}{', as was asked for' if asked else ''}")
     for c in priced:
         if c.step_s < mine.step_s and not c.fits(choice.memory):
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]
@@ -229,7 +239,8 @@ def against(mine: Any, other: Candidate) -> str:
         return f"as fast as {other.name}, {won}"
     if memory:
         parts.append(f"memory {'-' if memory > 0 else '+'}{size(abs(memory))}")
-    return f"{gain:.1%} faster" + (f" ({', '.join(parts)})" if parts else "")
+    won = f"{gain:.1%} faster" if gain > 0 else f"{mine.step_s / theirs.step_s - 1:.1%} slower"
+    return won + (f" ({', '.join(parts)})" if parts else "")
 
 
 def leaves(program: Program, plan: Plan) -> Table:

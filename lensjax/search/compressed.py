@@ -14,7 +14,7 @@ from typing import Any
 from lensjax import _jax
 from lensjax._errors import BatchError, CodecError, PlanError
 from lensjax._units import duration
-from lensjax.comm import parse_codec
+from lensjax.comm import Policy, parse_codec
 from lensjax.comm.gate import CODING_BYTES, LEAST_GAIN
 from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import falls_back
@@ -37,7 +37,8 @@ def check_compress(how: Any) -> None:
         if not all(isinstance(x, str) for pair in how.items() for x in pair) or "*" not in how:
             raise PlanError(
                 f"{shown}; expected patterns of parameter paths and codecs' names, one of them '*'",
-                hint='as in compress={"*": "int8", "*/router/*": "exact"}; the first that matches wins, "*" comes last',
+                hint='as in compress={"*/router/*": "exact", "*": "int8"}: of several that match the first wins, and '
+                '"*" is for what no other matches',
             )
     elif not isinstance(how, str):
         raise PlanError(f"{shown}; expected a codec's name, 'auto' or 'off', or {{pattern: codec}}")
@@ -78,6 +79,7 @@ def compressed(
     """The choice with codes on the slow tier where `how` ("off", "auto", a codec's name, or {pattern: codec} with "*"
     for the rest) asks for it and, for "auto", where it pays; the plan's findings say what was decided and why."""
     how, pins = parts(how)
+    _check_patterns(pins, program)
     if how == "off" or any(r.codec != "exact" for r in choice.plan.reduce.values()):
         return choice
     tier = slow_tier(choice.plan, cluster)
@@ -118,6 +120,14 @@ def compressed(
     assert best.plan is not None
     choice = dataclasses.replace(choice, plan=best.plan)
     return noted(choice, f"compress={how!r}: {told}")
+
+
+def _check_patterns(pins: Mapping[str, str], program: Program) -> None:
+    """Raises PlanError for a pattern that matches no parameter: a misspelt one would code what it should protect."""
+    try:
+        Policy(pins=pins).check([a.path for a in program.arguments if a.role == "parameter"])
+    except CodecError as e:
+        raise PlanError(f"compress: {e.message}", hint=e.hint) from e
 
 
 def _hidden(plan: Plan, tier: str, program: Program, pricer: Callable[[Plan], Plan], memory: float) -> Plan:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 import lensjax
 from lensjax._units import duration, size
-from lensjax.plan.plan import Axis, MeshPlan, Plan, Predicted, Provenance
-from lensjax.report.explain import against, reasons
+from lensjax.plan.plan import Axis, MeshPlan, Micro, Plan, Predicted, Provenance
+from lensjax.report.explain import against, in_shares, reasons
 from lensjax.report.flow import Flow
 from lensjax.report.units import typed
 from lensjax.search.choose import Candidate, Choice
@@ -123,3 +123,14 @@ def test_what_holds_memory_names_every_plan_and_the_searched_one_too(width):
     assert "dp=1" not in text and "communication" not in text and "other" in text
     assert all(len(line) <= width for line in text.splitlines()) and text.count("1.86 GiB") == 3
     assert shown(table(choice), width).count("37.25 GiB") == 4
+
+
+def test_micro_batches_are_said_after_the_batch():
+    said = [in_shares(Plan(MeshPlan((Axis("dp", 8),)), micro=m)) for m in (Micro(), Micro(4), Micro(share=16))]
+    assert said == ["", " in 4 micro-batches", " in micro-batches of 16, any number of them"]
+
+
+def test_a_slower_plan_is_not_called_faster():
+    """A codec or a plan that was asked for stands beside what would be faster."""
+    mine, other = candidate("asked", 279e-6, 2**20), candidate("dp", 82.6e-6, 2**20)
+    assert "237.8% slower" in against(mine.plan.predicted, other)

@@ -303,3 +303,10 @@ def test_other_functions_and_other_batches_live_with_a_codec():
     assert spread(metrics["grads"]["up"], expected["grads"]["up"]) < 0.3
     assert any((held[k] != np.asarray(v)).any() for k, v in made.extra.items())
     assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_a_pattern_of_compress_that_matches_nothing_is_refused():
+    """It would leave everything exact, or code what it should protect."""
+    made = lensjax.parallelize(step, cluster=MACHINE, compress={"*/nothing/*": "exact", "*": "int8"})
+    with pytest.raises(PlanError, match=r"compress: .*nothing"):
+        made.plan_for(init(jax.random.key(0)), batch())

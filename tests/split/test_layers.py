@@ -266,7 +266,6 @@ def in_parts(codec, micro, inside=True, preset="dp=2,zero1=4", fn=step):
         (half, "dp=2,fsdp=4", Micro(2)),
         (functools.partial(step, reverse=True), "dp=2,fsdp=4", Micro(8)),
         (step, "dp=2,fsdp=4", Micro(3, share=24)),
-        (step, "dp=2,zero1=4", Micro(2, share=64)),  # one share is the whole batch
     ],
 )
 def test_micro_batches_cross_in_the_last_one_s_loop(fn, preset, micro):

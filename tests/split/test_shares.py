@@ -79,6 +79,8 @@ def test_counts_that_do_not_come_out_are_refused():
         (micro(7), "micro.count 4"),
         (micro(1, 2, share=3), "a multiple of 2"),
         (micro(5, 2), "up to 4"),
+        (micro(3, 2, share=4), "makes 2 shares of 4"),
+        (micro(1, 1, share=1024), "at most"),
     ):
         with pytest.raises(PlanError, match=word):
             run(p, plan)

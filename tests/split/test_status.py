@@ -144,3 +144,15 @@ def test_callbacks_and_regions_are_refused():
     for step, word in ((calls, "pure_callback"), (maps, "shard_map")):
         split = program(step, arguments()).split
         assert not split.node and word in split.node.reason
+
+
+def test_a_refusal_names_the_line_that_called_a_function_of_jax():
+    """JAX traces its own functions (`jnp.sort`) apart: their equations have no line of the user."""
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.sort(((x @ w) ** 2).mean(-1))[-4:].mean())(w)
+        return w - grads
+
+    on = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    verdict = program(step, (on(16, 4), on(32, 16))).split.micro
+    assert "a sort over the batch" in str(verdict) and "test_status.py:" in str(verdict)
