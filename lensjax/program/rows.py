@@ -14,8 +14,8 @@ from lensjax.program.edit import is_var, shape_of
 
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2 expm1 floor ge gt
-    integer_pow is_finite le log log1p logistic lt max min mul name ne neg not or pow reduce_precision rem round rsqrt
-    select_n sign sin sqrt square stop_gradient sub tan tanh xor""".split()
+    integer_pow is_finite le log log1p logistic lt max min mul name ne neg not one_minus_square or pow
+    reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor""".split()
 )
 ALIKE, SUMMED, MIXED = "alike", "summed", "mixed"
 
