@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> Result:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no device, and must not take one
     from lensjax.execute.planning import Options, make_plan
     from lensjax.program.program import analyze
+    from lensjax.report.chunks import proposal
     from lensjax.report.explain import explanation
     from lensjax.report.explain_tensor import alternatives, explain_tensor, find
     from lensjax.report.progress import steps
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> Result:
 
         title = f"{args.target} under {choice.plan.name} on {args.cluster}"
         draw(composition_of(program, choice.plan, cluster), args.picture, title, choice.memory)
-    data = _data(choice, seconds)
+    data = _data(choice, seconds) | {"chunks": _chunked(proposal(program, choice))}
     shown: tuple[Any, ...] = explanation(program, choice)
     if args.explain:
         data["tensor"] = [dataclasses.asdict(a) for a in alternatives(choice, args.explain)]
@@ -107,6 +108,14 @@ def _data(choice: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "shapes": {"opened": choice.searched, "all": choice.shapes, "complete": choice.complete},
         "seconds": seconds,
     }
+
+
+def _chunked(found: Any) -> dict[str, Any] | None:
+    """What the head in chunks would do, where logits dominate; `chunks` is null where it cannot be."""
+    if found is None:
+        return None
+    made = {"logits_bytes": found.logits, "saved_bytes": found.saved, "slower_s": found.slower}
+    return {"chunks": found.plan.chunks if found.plan else None, "reason": found.reason or None, **made}
 
 
 def _pipelined(p: Any, choice: Any) -> dict[str, Any]:

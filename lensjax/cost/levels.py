@@ -8,11 +8,11 @@ inner figures; what it chooses is priced whole, by `lensjax.cost.price`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lensjax.cost.compute import MEMORY_EFFICIENCY
+from lensjax.passes.pin import activation_rules
 from lensjax.passes.recompute import layers_at
 from lensjax.passes.recompute_layers import Layer
 from lensjax.passes.shardings import batch_axes, resolve, ways
@@ -70,6 +70,13 @@ def groups(program: Program, plan: Plan, cluster: Cluster) -> tuple[Group, ...]:
     return tuple(found)
 
 
+def kept(program: Program, plan: Plan) -> dict[str, float]:
+    """Bytes per device that one layer of each group keeps for its backward, at the level that the plan gives it."""
+    share = _share(program, plan)
+    layers = _merged(layers_at(program, plan, resolve(program, plan)))
+    return {name: sum(map(share, layer.kept)) for name, layer in layers.items()}
+
+
 def _merged(layers: Sequence[Layer]) -> dict[str, Layer]:
     """Parts of one name as one layer."""
     found: dict[str, Layer] = {}
@@ -85,28 +92,31 @@ def _merged(layers: Sequence[Layer]) -> dict[str, Layer]:
 
 def _share(program: Program, plan: Plan) -> Callable[[Any], float]:
     """Bytes of a value on one device, as far as the plan's rules for activations say."""
-    parts = ways(plan, batch_axes(plan))
-    rules = plan.rules.activations
-    if set(rules) <= {"batch"}:
+    parts, rules = ways(plan, batch_axes(plan)), activation_rules(program, plan)
+    if not rules:
         return lambda v: nbytes(v) / (parts if v in program.batch.dims else 1)
     logical = program.logical
-    split = {i: ways(plan, tuple(rules[n])) for i, n in enumerate(logical.names) if n in rules}
 
     def share(v: Any) -> float:
-        axes = {logical.major(v, d) for d in range(len(getattr(v.aval, "shape", ())))}
-        return nbytes(v) / math.prod(split[a] for a in axes if a in split)
+        split: set[str] = set()  # a mesh axis splits one dimension of a value, as in the pin pass
+        for axis, mesh in rules:
+            for d, n in enumerate(getattr(v.aval, "shape", ())):
+                free = tuple(a for a in mesh if a not in split)
+                if free and logical.major(v, d) == axis and n % ways(plan, free) == 0:
+                    split.update(free)
+        return nbytes(v) / ways(plan, tuple(split))
 
     return share
 
 
 def _keep(first: Layer, whole: Layer | None, share: Callable[[Any], float]) -> Option:
     values = whole.kept if whole is not None else (*first.kept, *first.dropped)
-    kept = sum(map(share, values))
-    return Option("keep", kept, kept, 0.0)
+    held = sum(map(share, values))
+    return Option("keep", held, held, 0.0)
 
 
 def _option(kind: str, layer: Layer, share: Callable[[Any], float], device: Device) -> Option | None:
-    kept, dropped = sum(map(share, layer.kept)), sum(map(share, layer.dropped))
+    held, dropped = sum(map(share, layer.kept)), sum(map(share, layer.dropped))
     # What is made again in passing (element-wise) costs at least one more pass over it.
     again = work_seconds(layer.again, share, device) + dropped / (device.memory_bandwidth * MEMORY_EFFICIENCY)
     host = sum(map(share, layer.host))
@@ -115,7 +125,7 @@ def _option(kind: str, layer: Layer, share: Callable[[Any], float], device: Devi
         if not hidden(host, forward, again, device):
             return None
     # An offloaded input is there while its own layer and the one after it run backwards: it is fetched one ahead.
-    return Option(kind, kept, kept + dropped + 2 * host, again, host)
+    return Option(kind, held, held + dropped + 2 * host, again, host)
 
 
 def hidden(host: float, forward: float, again: float, device: Device) -> bool:
@@ -158,8 +168,8 @@ def stacked(group: Group, parts: int = 2) -> Group:
                 first, rest = _times(a, n), _times(b, group.count - n)
                 level = f"{a.level}*{n}+{b.level}*{group.count - n}"
                 need = max(first.need, first.kept + rest.need)
-                kept, seconds = first.kept + rest.kept, first.seconds + rest.seconds
-                mixed.append(Option(level, kept, need, seconds, first.host + rest.host))
+                held, seconds = first.kept + rest.kept, first.seconds + rest.seconds
+                mixed.append(Option(level, held, need, seconds, first.host + rest.host))
     return dataclasses.replace(group, options=(*single, *mixed))
 
 

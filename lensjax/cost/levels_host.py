@@ -18,11 +18,13 @@ _VIEWS = frozenset(["stablehlo.reshape", "stablehlo.dynamic_slice", "stablehlo.s
 
 class Host(NamedTuple):
     """`program`: the partitioned program with host values at zero device bytes; `bytes`: held in host memory, per
-    device; `moved`: over the host link in the busier direction, per device and step."""
+    device; `moved`: over the host link in the busier direction, per device and step, beside everything else; `waited`:
+    in both directions, one after the other and after everything else (state that waits there between steps)."""
 
     program: Partitioned
     bytes: float
     moved: float
+    waited: float = 0.0
 
 
 def off_device(p: Partitioned) -> Host:
@@ -32,10 +34,15 @@ def off_device(p: Partitioned) -> Host:
         pass
     if not find.host:
         return Host(p, 0.0, 0.0)
-    size = sum(p.values[v].bytes for v in find.buffers)
-    out, back = (sum(p.values[v].bytes * n for v, n in moved.items()) for moved in (find.out, find.back))
+    state = [i for i, v in enumerate(p.body.arguments) if v in find.host]
+    here = {p.body.arguments[i] for i in state}
+    again = {find.source(p.body, p.body.results[p.donated[i]]) for i in state if i in p.donated}
+    kept = sum(p.values[v].bytes for v in (*here, *(find.buffers - again - here)))
+    out = sum(p.values[v].bytes * n for v, n in find.out.items() if v not in again)
+    back = sum(p.values[v].bytes * n for v, n in find.back.items() if find.source(p.body, v) not in here)
+    waited = sum(p.values[v].bytes for v in (*here, *again))
     values = tuple(dataclasses.replace(x, bytes=0.0) if i in find.host else x for i, x in enumerate(p.values))
-    return Host(dataclasses.replace(p, values=values), size, max(out, back))
+    return Host(dataclasses.replace(p, values=values), kept, max(out, back), waited)
 
 
 def _written(body: Body) -> set[int]:
@@ -60,6 +67,18 @@ class _Find:
         self.out: dict[int, int] = {}
         self.back: dict[int, int] = {}
 
+    def source(self, body: Body, value: int) -> int:
+        """Where a value of a body comes from, through barriers and copies back to the device."""
+        maker = {v: n for n in body.nodes for v in n.outputs}
+        while (node := maker.get(value)) is not None:
+            if node.name == "stablehlo.optimization_barrier":
+                value = node.inputs[node.outputs.index(value)]
+            elif _TARGET in node.attributes.get("call_target_name", "") and value not in self.out:
+                value = node.inputs[0]
+            else:
+                break
+        return value
+
     def mark(self, value: int) -> bool:
         new = value not in self.host
         self.host.add(value)
@@ -77,13 +96,15 @@ class _Find:
             value = node.outputs[0]
             if "host" not in node.attributes.get("mhlo.frontend_attributes", ""):
                 self.back[value] = trips
-                return False
+                return self.mark(node.inputs[0])
+            if node.inputs[0] in self.host:  # there already (JAX says so once more of a step's results)
+                return self.mark(value)
             self.out[value] = trips
             if value not in written:
                 self.buffers.add(value)  # written into a stack, it is part of that stack
             return self.mark(value)
         if node.name == "stablehlo.optimization_barrier":
-            pairs = [o for i, o in zip(node.inputs, node.outputs) if i in self.host]
+            pairs = [v for both in zip(node.inputs, node.outputs) if self.host.intersection(both) for v in both]
             return any([self.mark(v) for v in pairs])
         if node.name in _VIEWS and node.inputs[0] in self.host:
             return self.mark(node.outputs[0])

@@ -32,5 +32,6 @@ def priced(emitted: Emitted, partitioned: Partitioned, cluster: Cluster) -> Plan
 def lowered_for(plan: Plan, cluster: Cluster) -> str:
     """The platform that a plan is lowered for to be priced. A program for CPUs says nothing about host memory (on them
     it is the same memory), so a plan that offloads is lowered for GPUs."""
-    away = any("offload" in level for level in plan.layers.values()) and cluster.device.platform != "cpu"
+    levels = any("offload" in level for level in plan.layers.values())
+    away = (levels or bool(plan.host)) and cluster.device.platform != "cpu"
     return "cuda" if away else "cpu"

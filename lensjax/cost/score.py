@@ -31,7 +31,8 @@ class Cost:
                 "gradients", "activations", "communication", "temporaries" (see `lensjax.cost.purpose`), "fragments".
     flops:      of matmuls and convolutions, on one device.
     host_bytes: in the host's memory. Copies to and from it run beside everything else: a step takes at least as long as
-                its host link is busy.
+                its host link is busy. State that waits there between steps is fetched and sent back at the end, with
+                nothing to hide behind.
     """
 
     step_s: float
@@ -59,7 +60,8 @@ def cost(
     order: device ids row-major over the mesh (None: 0, 1, 2, ...). roles: what each argument is for, to say what holds
     memory. overlap: False prices a program in which nothing hides behind anything.
     """
-    p, host_bytes, moved = off_device(p)
+    p, host_bytes, moved, waited = off_device(p)
+    link = cluster.device.host_bandwidth
     prices = Prices(cluster, p.mesh, order)
     compute = functools.partial(seconds, device=cluster.device)
     times = timeline(p.schedule, prices, compute, overlap)
@@ -69,7 +71,7 @@ def cost(
             tiers[tier] += sent * c.trips
     peak = memory(p, workspace_of(cluster.device), roles)
     return Cost(
-        step_s=max(times.total, moved / cluster.device.host_bandwidth if moved else 0.0),
+        step_s=max(times.total, moved / link if moved else 0.0) + (waited / link if waited else 0.0),
         compute_s=times.compute,
         comm_s=times.comm,
         exposed_s=times.exposed,

@@ -142,10 +142,10 @@ def make_plan(program: Program, cluster: Cluster, options: Options) -> Choice:
     elif isinstance(given, str) and not is_file(given):
         plan = preset(given, program, cluster.devices, pins=pins, tier_of=tier_names(cluster))
         plan = price(program, plan, cluster)
-        choice = Choice(plan, (Candidate(given, plan),), limit)
+        choice = Choice(plan, (Candidate(given, plan),), limit, pricer=Pricer(program, cluster))
     else:
         plan = _given(program, cluster, given, pins)
-        choice = Choice(plan, (Candidate(plan.name or "plan", plan),), limit)
+        choice = Choice(plan, (Candidate(plan.name or "plan", plan),), limit, pricer=Pricer(program, cluster))
         return _compressed(choice, program, cluster, options)
     choice = _compressed(choice, program, cluster, options)
     plan = dataclasses.replace(choice.plan, provenance=provenance(program, cluster))

@@ -15,8 +15,11 @@ from jax.extend import core as jcore
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lensjax import _jax
+from lensjax._errors import PlanError
 from lensjax.passes import secondary
+from lensjax.passes.chunks import chunks
 from lensjax.passes.compress import describe, reducer
+from lensjax.passes.host_state import fetched, moved, on_host
 from lensjax.passes.pin import pin
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer
@@ -25,7 +28,7 @@ from lensjax.passes.shardings import named, resolve
 from lensjax.passes.share_sizes import falls_back, splits
 from lensjax.passes.shares import shares
 from lensjax.passes.steady import compared
-from lensjax.plan.plan import Plan
+from lensjax.plan.plan import Plan, Spec
 from lensjax.program.program import Program
 
 
@@ -70,22 +73,28 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned, extra, copied, moved = None, {}, "", ""
+    pinned, extra, copied, stored = None, {}, "", ""
     reduce = reduce or reducer(plan)
+    # On CPUs the host's memory is the device's own.
+    away = on_host(program, plan) if not _on_cpu(mesh) else ()
+    back = {program.arguments[i].result for i in away}
     if not splits(plan):
         secondary.check(plan, ())
     if splits(plan) and not note:
-        run, extra, moved = shares(program, plan, mesh, shardings, reduce)
+        _check_shares(plan)
+        run, extra, stored = shares(program, plan, mesh, shardings, reduce)
         note = describe(plan)
         copied = secondary.describe(plan)
     else:
-        kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
+        kept = on_mesh(chunks(recompute(program, plan, shardings), plan), plan, mesh)
         pinned = pin(kept, plan, mesh, shardings).jaxpr
+        if away:
+            pinned = fetched(pinned, program, away)
         run = jcore.jaxpr_as_fun(_jax.close(pinned))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
-    notes = [n for n in (note, moved, copied) if n]
+    notes = [n for n in (note, stored, copied) if n]
     lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
     if lines:
         where = ", ".join(line for line in lines if line) or "lines unknown"
@@ -98,14 +107,34 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
         plan=plan,
         mesh=mesh,
         run=run,
-        arguments=tuple(named(mesh, s) for s in shardings.arguments),
-        results=tuple(named(mesh, s) if s is not None else None for s in shardings.results),
+        arguments=tuple(_placed(mesh, s, i in away) for i, s in enumerate(shardings.arguments)),
+        results=tuple(_placed(mesh, s, r in back) if s is not None else None for r, s in enumerate(shardings.results)),
         donated=donated,
         notes=tuple(notes),
         pinned=pinned,
         steady=bool(lines),
         extra=extra,
     )
+
+
+def _check_shares(plan: Plan) -> None:
+    """Fields that cannot be carried out where shares of the batch are computed apart."""
+    apart = "and the plan computes shares of the batch apart (micro, reduce)"
+    if plan.chunks > 1:
+        raise PlanError(
+            f"field 'chunks' is {plan.chunks}, {apart}",
+            hint="smaller shares have fewer logits: raise micro.count, or leave one of the two out",
+        )
+    if plan.host:
+        raise PlanError(f"field 'host' is {list(plan.host)}, {apart}", hint="leave one of the two out")
+
+
+def _on_cpu(mesh: Any) -> bool:
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def _placed(mesh: Any, spec: Spec, away: bool) -> NamedSharding:
+    return moved(named(mesh, spec)) if away else named(mesh, spec)
 
 
 def shapes(emitted: Emitted) -> list[jax.ShapeDtypeStruct]:

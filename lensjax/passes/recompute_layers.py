@@ -78,15 +78,20 @@ def keeps(level: Level, eqn: Any) -> bool:
 
 
 def kept_by(level: Level, eqns: Sequence[Any]) -> set[Any]:
-    """Values that a level keeps whatever reads them. A named value is also the value that was given the name; results
-    of effects are made once, and those of the user's own remat are not put into another."""
+    """Values that a level keeps whatever reads them. Of a named value what was given the name is kept: the two are one,
+    and the backward may read either. Results of effects are made once, and those of the user's own remat are not put
+    into another."""
     found: set[Any] = set()
     for eqn in eqns:
         if eqn.effects or eqn.primitive.name in REMAT or keeps(level, eqn):
-            found.update(results(eqn))
-            if eqn.primitive.name == "name":
-                found.update(a for a in eqn.invars if is_var(a))
+            named = eqn.primitive.name == "name"
+            found.update(a for a in (eqn.invars if named else results(eqn)) if is_var(a))
     return found
+
+
+def aliases(eqns: Sequence[Any]) -> set[Any]:
+    """Values that are another one under a name: no memory, and nothing to make."""
+    return {v for e in eqns if e.primitive.name == "name" for v in results(e)}
 
 
 def recompute_layers(
@@ -166,7 +171,7 @@ class _Emitter:
             if part is None:
                 found.append(Layer(segment.name, 1, tuple(v for v in made if v in stored), (), (), (), eqns))
                 continue
-            gone = tuple(v for v in made if v in stored and v not in part.kept)
+            gone = tuple(v for v in made if v in stored and v not in part.kept and v not in aliases(eqns))
             kept = tuple(v for v in made if v in part.kept and v in wanted and v not in moved)
             host = tuple(v for v in made if v in moved)
             found.append(Layer(segment.name, 1, kept, gone, tuple(part.slice), host, eqns))

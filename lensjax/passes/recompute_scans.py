@@ -18,7 +18,7 @@ from jax.extend import core as jcore
 
 from lensjax import _jax
 from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer, live
-from lensjax.passes.recompute_layers import OFFLOADED, Layer, kept_by
+from lensjax.passes.recompute_layers import OFFLOADED, Layer, aliases, kept_by
 from lensjax.plan.levels import Level
 from lensjax.program.edit import is_var
 from lensjax.program.values import nbytes, results
@@ -111,7 +111,7 @@ def _layer(pair: Pair, forward: Any, backward: Any, cut: _Cut | None, level: Lev
     gone = set(cut.dropped.values())
     host = tuple(v for v in cut.stacked if level.kind == "offload" and _movable(v))
     kept = [v for v in (*between, *cut.stacked) if v not in gone and v not in host]
-    again = tuple(v for v in gone if v not in host)
+    again = tuple(v for v in gone if v not in host and v not in aliases(body.eqns))
     return Layer(pair.name, forward.params["length"], tuple(kept), again, cut.slice, host, work)
 
 

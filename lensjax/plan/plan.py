@@ -136,6 +136,10 @@ class Plan:
               parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
+    chunks    in how many parts the head is computed: logits, loss and their gradients, some positions at a time, so
+              that only a part of the logits is ever held (1: whole)
+    host      patterns (fnmatch) on paths of the state: optimizer state that waits in the host's memory between steps,
+              is fetched for its update and sent back
     secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
               own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
@@ -151,6 +155,8 @@ class Plan:
     micro: Micro = Micro()
     reduce: Mapping[str, Reduce] = dataclasses.field(default_factory=dict)
     secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chunks: int = 1
+    host: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None

@@ -66,6 +66,8 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
         value = getattr(plan.micro, name)
         if value is not None and value < 1:
             raise PlanError(f"field 'micro.{name}' is {value}; expected 1 or more")
+    if plan.chunks < 1:
+        raise PlanError(f"field 'chunks' is {plan.chunks}; expected 1 or more")
     for tier, reduce in plan.reduce.items():
         if tiers is not None and tier not in tiers:
             raise PlanError(f"field 'reduce.{tier}' names no tier of the cluster", hint=f"tiers: {', '.join(tiers)}")

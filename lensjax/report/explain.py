@@ -14,6 +14,7 @@ from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 from lensjax.report.alike import alike
+from lensjax.report.chunks import proposal
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
@@ -38,7 +39,7 @@ def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -
     """The same as rich renderables."""
     parts = [
         headline(program, choice), table(choice), refused(choice), reasons(choice), piped(program, choice),
-        held(choice), leaves(program, choice.plan),
+        held(choice), chunked(program, choice), leaves(program, choice.plan),
     ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
@@ -205,6 +206,12 @@ def piped(program: Program, choice: Choice) -> Flow | None:
     if not program.split.micro:
         text += f". Its micro-batches would not compute the same numbers: {program.split.micro}"
     return Flow(text)
+
+
+def chunked(program: Program, choice: Choice) -> Flow | None:
+    """What the head in chunks would save, where logits dominate."""
+    found = proposal(program, choice)
+    return Flow(str(found)) if found is not None else None
 
 
 def searched(choice: Choice) -> list[str]:

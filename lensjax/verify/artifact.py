@@ -38,6 +38,8 @@ class Memory:
             "temporaries": stats.temp_size_in_bytes,
         }
         peak = getattr(stats, "peak_memory_in_bytes", 0)
+        # XLA counts what it is given and gives back on the host as well.
+        peak -= stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
         parts = sums["arguments"] + sums["outputs"] - sums["aliased"] + sums["temporaries"]
         return Memory(
             **sums,
