@@ -18,6 +18,7 @@ from lensjax import _jax
 from lensjax.passes import secondary
 from lensjax.passes.compress import describe, reducer
 from lensjax.passes.pin import pin
+from lensjax.passes.prefetch import prefetch
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer
 from lensjax.passes.regions import on_mesh
@@ -70,7 +71,7 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned, extra, copied, moved = None, {}, "", ""
+    pinned, extra, copied, moved, ahead = None, {}, "", "", ""
     reduce = reduce or reducer(plan)
     if not splits(plan):
         secondary.check(plan, ())
@@ -81,11 +82,14 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     else:
         kept = on_mesh(recompute(program, plan, shardings), plan, mesh)
         pinned = pin(kept, plan, mesh, shardings).jaxpr
+        if plan.prefetch:
+            pinned, done = prefetch(pinned)
+            ahead = done.note()
         run = jcore.jaxpr_as_fun(_jax.close(pinned))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
-    notes = [n for n in (note, moved, copied) if n]
+    notes = [n for n in (note, moved, copied, ahead) if n]
     lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
     if lines:
         where = ", ".join(line for line in lines if line) or "lines unknown"

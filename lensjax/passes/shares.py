@@ -28,6 +28,7 @@ from lensjax.passes.gradients import gradient_inputs
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
 from lensjax.passes.pin import Share, pin
+from lensjax.passes.prefetch import Ahead, prefetch
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
@@ -46,10 +47,10 @@ def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
 ) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
-    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens
+    that state; and where gradients of scanned layers are reduced and weights gathered, if the plan is about that. `reduce` is what happens
     to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
     made = Shares(program, plan, mesh, shardings, reduce)
-    return made.run, made.extra, made.note()
+    return made.run, made.extra, "; ".join(n for n in (made.note(), made.ahead.note() if plan.prefetch else "") if n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Shares:
             reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
         self.rowwise: set[Any] = set()  # cuts that a scan stacks and the plan reduces there
+        self.ahead = Ahead()
         self.passes = self._passes()
         self.finish = self._finish()
         self.extra = self._extra()
@@ -120,6 +122,9 @@ class Shares:
             rows = {wanted.index(c): Gradient(n, self.total_spec(c)) for n, c in names.items()}
             if rows:
                 pinned, moved = layer_by_layer(pinned, rows, self.count, self.mesh, z.slow, self.reduce)
+            if self.plan.prefetch:
+                jaxpr, done = prefetch(pinned.jaxpr)
+                pinned, self.ahead = dataclasses.replace(pinned, jaxpr=jaxpr), self.ahead + done
             made.append(hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed))
         return Pass(tuple(wanted), tuple(known), results, made[0], made[1], moved)
 

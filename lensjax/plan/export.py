@@ -60,6 +60,7 @@ def check(plan: Plan) -> None:
         "micro (micro-batches)": plan.micro != Micro(),
         "reduce (compressed or delayed reductions)": any(r.codec != "exact" or r.split for r in plan.reduce.values()),
         "secondary (copies of weights)": bool(plan.secondary),
+        "prefetch (weights gathered one layer ahead)": plan.prefetch,
         "pipeline (stages)": plan.pipeline is not None,
     }
     if wrong := [k for k, v in more.items() if v]:

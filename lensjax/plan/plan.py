@@ -132,6 +132,8 @@ class Plan:
               parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
+    prefetch  gathered weights of scanned layers (those that are gathered `again`) travel one layer ahead, forward and
+              backward, for the memory of one more gathered layer
     secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
               own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
@@ -147,6 +149,7 @@ class Plan:
     micro: Micro = Micro()
     reduce: Mapping[str, Reduce] = dataclasses.field(default_factory=dict)
     secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefetch: bool = False
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None
