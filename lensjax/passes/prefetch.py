@@ -157,9 +157,7 @@ def _apart(eqn: Any) -> _Loop:
     # What a trip is handed is pinned as it was gathered: nothing else decides how the loop holds it.
     handed = {id(g): _jax.new_var(g.outvars[0].aval) for g in gathers}
     eqns = [e.replace(invars=[handed[id(e)]]) if id(e) in handed else e for e in eqns]
-    work = _jax.rebuild(
-        eqn.params["jaxpr"], invars=[*body.invars, *handed.values()], eqns=_live(eqns, body.outvars)
-    )
+    work = _jax.rebuild(eqn.params["jaxpr"], invars=[*body.invars, *handed.values()], eqns=_live(eqns, body.outvars))
     return _Loop(tuple(place[v] for v in rows), fetch, work)
 
 

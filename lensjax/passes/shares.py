@@ -47,8 +47,9 @@ def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
 ) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
-    that state; and where gradients of scanned layers are reduced and weights gathered, if the plan is about that. `reduce` is what happens
-    to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
+    that state; and where gradients of scanned layers are reduced and weights gathered, if the plan is about that.
+    `reduce` is what happens to partial gradients over the plan's slow axes. Raises
+    PlanError where the step does not split so."""
     made = Shares(program, plan, mesh, shardings, reduce)
     return made.run, made.extra, "; ".join(n for n in (made.note(), made.ahead.note() if plan.prefetch else "") if n)
 
