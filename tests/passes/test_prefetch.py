@@ -31,7 +31,6 @@ from lensjax.topology import Cluster
 from lensjax.verify.hlo import parse_hlo
 from lensjax.verify.proof import prove
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.split.harness import numbers
 from tests.split.test_end_to_end import traced
 from tests.split.test_layers_compiled import compiled
 from tests.zoo import FAMILIES
@@ -275,4 +274,4 @@ def test_compiled_for_h100(spec, text, tmp_path, monkeypatch):
     for tier, (planned, found) in proofs[1].tiers.items():
         assert found == pytest.approx(planned, rel=0.02), tier
     assert a.peak.bytes == pytest.approx(proofs[1].predicted.peak_bytes, rel=0.1)
-    assert numbers([a.peak.bytes - b.peak.bytes])[0] <= 24 * 2**20
+    assert a.peak.bytes <= b.peak.bytes + 2 * 2**20 * 8  # a layer's weights, twice

@@ -33,6 +33,7 @@ plans = st.builds(
     layers=maps(names),
     micro=st.builds(Micro, st.integers(1, 64), st.none() | st.integers(1, 64)),
     reduce=maps(st.builds(Reduce, names, st.none() | st.integers(1, 1 << 30))),
+    prefetch=st.booleans(),
     pipeline=st.none()
     | st.builds(Pipeline, st.integers(1, 8), names, st.none() | st.lists(st.integers(1, 9)).map(tuple)),
     flags=maps(names),
