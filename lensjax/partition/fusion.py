@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from lensjax.partition.data import Body, Node, Value
 from lensjax.partition.simplify import COLLECTIVES
@@ -56,23 +56,27 @@ class Fusion:
 
 
 class Fusions:
-    """`fuse` of the bodies of one program, each looked at once: its schedule and its memory both ask."""
+    """`fuse` of the bodies of one program, each looked at once: its schedule and its memory both ask, of a body before
+    those inside it."""
 
     def __init__(self, values: tuple[Value, ...]):
         self.values = values
+        self.generated: set[int] = set()  # in all bodies so far: a loop may read a constant of the body around it
         self._found: dict[int, tuple[Body, Fusion]] = {}  # by identity: bodies are large, and kept here
 
     def __call__(self, body: Body) -> Fusion:
         if id(body) not in self._found:
-            self._found[id(body)] = body, fuse(body, self.values)
+            self._found[id(body)] = body, fuse(body, self.values, self.generated)
+            self.generated |= self._found[id(body)][1].generated
         return self._found[id(body)][1]
 
 
-def fuse(body: Body, values: Sequence[Value]) -> Fusion:
-    """The fusion model of one body; nested bodies have their own, and read outer values as stored ones."""
+def fuse(body: Body, values: Sequence[Value], outside: Set[int] = frozenset()) -> Fusion:
+    """The fusion model of one body; nested bodies have their own, and read outer values as stored ones, except those
+    that come from constants alone (`outside`)."""
     root, maker, copied = _roots(body, values)
     users: dict[int, list[int]] = defaultdict(list)
-    generated: set[int] = set()
+    generated = set(outside)
     needed = {root.get(v, v) for v in body.results} | {v for v in copied if v in maker}
     for position, node in enumerate(body.nodes):
         if root.get(node.outputs[0] if node.outputs else -1) is not None:

@@ -47,7 +47,24 @@ class Worker:
         reads = {model.buffer(v) for v in node.inputs}.union(*(captured(b) for b in node.bodies))
         count = (1 if node.trips is None else node.trips) if node.name in _LOOPS else 1
         regions = [self.region(b, count, trips, sorted(reads), node.outputs) for b in node.bodies]
-        return max(regions, key=_weight)
+        region = max(regions, key=_weight)
+        if node.name not in _LOOPS:
+            return region
+        copies = [c for b in node.bodies for c in self.copies(b, count * trips)]
+        return dataclasses.replace(region, items=(*region.items, *copies))
+
+    def copies(self, body: Body, trips: int) -> list[Operation]:
+        """What a collective hands to the next trip is copied into the loop's own buffer: it arrives while the trip
+        still reads what it was handed itself (xla/service/copy_insertion.cc)."""
+        model, found = self.fusions(body), []
+        for value in {model.buffer(v) for v in body.results}:
+            made = model.maker.get(value)
+            if made is not None and made.name in COLLECTIVES:
+                v = self.values[value]
+                found.append(
+                    Operation("copy", 0.0, 2 * v.bytes, v.dtype, trips, made.op_name, made.source, reads=(value,))
+                )
+        return found
 
     def inlined(self, node: Node, model: Fusion, trips: int) -> list[Operation | Collective | Region]:
         """The work of a region that is manual over mesh axes: the compiler puts it among the work around it, so that it

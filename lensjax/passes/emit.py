@@ -21,6 +21,7 @@ from lensjax.passes.chunks import chunks
 from lensjax.passes.compress import describe, reducer
 from lensjax.passes.host_state import fetched, moved, on_host
 from lensjax.passes.pin import pin
+from lensjax.passes.prefetch import prefetch
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer
 from lensjax.passes.regions import on_mesh
@@ -73,7 +74,7 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     plan says). Raises PlanError or BatchError where the plan does not apply."""
     shardings = resolve(program, plan)
     note = falls_back(program, plan)
-    pinned, extra, copied, stored = None, {}, "", ""
+    pinned, extra, copied, stored, ahead = None, {}, "", "", ""
     reduce = reduce or reducer(plan)
     # On CPUs the host's memory is the device's own.
     away = on_host(program, plan) if not _on_cpu(mesh) else ()
@@ -88,13 +89,16 @@ def emit(program: Program, plan: Plan, mesh: Any, reduce: Reducer | None = None)
     else:
         kept = on_mesh(chunks(recompute(program, plan, shardings), plan), plan, mesh)
         pinned = pin(kept, plan, mesh, shardings).jaxpr
+        if plan.prefetch:
+            pinned, done = prefetch(pinned)
+            ahead = done.note()
         if away:
             pinned = fetched(pinned, program, away)
         run = jcore.jaxpr_as_fun(_jax.close(pinned))
     donated = tuple(
         i for i, a in enumerate(program.arguments) if program.donate and a.result is not None and a.role != "batch"
     )
-    notes = [n for n in (note, stored, copied) if n]
+    notes = [n for n in (note, stored, copied, ahead) if n]
     lines = compared(program.jaxpr) if plan.mesh.size > 1 else []
     if lines:
         where = ", ".join(line for line in lines if line) or "lines unknown"

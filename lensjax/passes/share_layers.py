@@ -70,6 +70,18 @@ class Moved:
     memory: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
 
+def said(moved: Moved, count: int, axes: tuple[str, ...], micro: bool) -> str:
+    """What was moved, of `count` gradients that cross `axes`, in words."""
+    where = ", ".join(axes)
+    if not moved.results:
+        return f"no gradient crosses {where} inside a loop: none is what a loop over whole layers stacks"
+    last = " of the last micro-batch" if micro else ""
+    return (
+        f"{len(moved.results)} of {count} gradients cross {where} inside the backward loop{last}, each layer's while "
+        "the next one is computed"
+    )
+
+
 def stacked(program: Program, results: Collection[int]) -> dict[int, Stacked]:
     """Which of a program's results are what a top-level scan stacks, read by nobody else on the way."""
     inner = _jax.open_jaxpr(program.jaxpr)

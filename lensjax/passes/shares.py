@@ -28,11 +28,12 @@ from lensjax.passes.compress import Compressed
 from lensjax.passes.hoist import Hoisted, hoist
 from lensjax.passes.islands import Total, inside, islands
 from lensjax.passes.pin import Share, pin
+from lensjax.passes.prefetch import Ahead, prefetch
 from lensjax.passes.recompute import recompute
 from lensjax.passes.reduce import Reducer, combine, exact, over, wide
 from lensjax.passes.secondary import copies
 from lensjax.passes.shardings import Shardings, named, whole
-from lensjax.passes.share_layers import Crossing, Gradient, Moved, layer_by_layer, stacked
+from lensjax.passes.share_layers import Crossing, Gradient, Moved, layer_by_layer, said, stacked
 from lensjax.passes.share_layout import join, own, spread, stack, take, without
 from lensjax.passes.share_sizes import inside_loops, sizes
 from lensjax.passes.share_specs import total_specs
@@ -47,8 +48,9 @@ def shares(
     program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer = exact
 ) -> tuple[Callable[..., list[Any]], dict[str, jax.ShapeDtypeStruct], str]:
     """The step as a function of its flat arguments (then the hidden state, returned after the results), share by share;
-    that state; and where gradients of scanned layers are reduced, if the plan is about that. `reduce` is what happens
-    to partial gradients over the plan's slow axes. Raises PlanError where the step does not split so."""
+    that state; and where gradients of scanned layers are reduced and weights gathered, if the plan is about that.
+    `reduce` is what happens to partial gradients over the plan's slow axes. Raises PlanError where the step does not
+    split so."""
     made = Shares(program, plan, mesh, shardings, reduce)
     return made.run, made.extra, made.note()
 
@@ -97,6 +99,7 @@ class Shares:
             reduce.check(self.owners.values())
         self.results = tuple(r for r, s in enumerate(self.split.results) if s.kind == "B")
         self.rowwise: set[Any] = set()  # cuts that a scan stacks and the plan reduces there
+        self.ahead = Ahead()
         self.passes = self._passes()
         self.finish = self._finish()
         self.extra = self._extra()
@@ -138,6 +141,9 @@ class Shares:
             moved = Moved()
             if rows and ends:
                 pinned, moved = layer_by_layer(pinned, rows, self.count, self._crossing(), z.full > 0 and z.rest > 0)
+            if self.plan.prefetch:
+                jaxpr, done = prefetch(pinned.jaxpr)
+                pinned, self.ahead = dataclasses.replace(pinned, jaxpr=jaxpr), self.ahead + done
             made.append(Sized(size, hoist(islands(pinned, self.mesh, z.axes), self.plan, self.fixed), moved))
         return Pass(tuple(wanted), tuple(known), results, made[0], made[1])
 
@@ -203,18 +209,11 @@ class Shares:
         return {**kept, **one.moved.memory}
 
     def note(self) -> str:
-        """Which gradients are reduced inside the loops that make them; empty where the plan does not ask for it."""
-        if not inside_loops(self.plan):
-            return ""
-        moved, where = len(self.passes[-1].moved.results), ", ".join(self.sizes.slow)
-        if not moved:
-            return f"no gradient crosses {where} inside a loop: none is what a loop over whole layers stacks"
-        count = sum(self._apart(c) for c in self.passes[-1].wanted)
-        last = " of the last micro-batch" if self.sizes.count > 1 else ""
-        return (
-            f"{moved} of {count} gradients cross {where} inside the backward loop{last}, each layer's while the next "
-            "one is computed"
-        )
+        """Where gradients of scanned layers are reduced and weights gathered; empty where the plan is not about it."""
+        last = self.passes[-1]
+        count = sum(self._apart(c) for c in last.wanted)
+        crossing = said(last.moved, count, self.sizes.slow, self.sizes.count > 1) if inside_loops(self.plan) else ""
+        return "; ".join(n for n in (crossing, self.ahead.note() if self.plan.prefetch else "") if n)
 
     def _left(self, one: Pass) -> list[Cut]:
         """The cuts of a pass that are partial when a share is done."""

@@ -62,6 +62,7 @@ def check(plan: Plan) -> None:
         "secondary (copies of weights)": bool(plan.secondary),
         "chunks (the head in parts)": plan.chunks > 1,
         "host (optimizer state on the host)": bool(plan.host),
+        "prefetch (weights gathered one layer ahead)": plan.prefetch,
         "pipeline (stages)": plan.pipeline is not None,
     }
     if wrong := [k for k, v in more.items() if v]:

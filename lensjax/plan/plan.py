@@ -140,6 +140,8 @@ class Plan:
               that only a part of the logits is ever held (1: whole)
     host      patterns (fnmatch) on paths of the state: optimizer state that waits in the host's memory between steps,
               is fetched for its update and sent back
+    prefetch  gathered weights of scanned layers (those that are gathered `again`) travel one layer ahead, forward and
+              backward, for the memory of one more gathered layer
     secondary {tier: codec}: weights that are split over the tier cross it once a step, by this codec ("exact": in their
               own precision); forward and backward read the copy, which is split over the other axes only
     pipeline  stages, or None
@@ -157,6 +159,7 @@ class Plan:
     secondary: Mapping[str, str] = dataclasses.field(default_factory=dict)
     chunks: int = 1
     host: tuple[str, ...] = ()
+    prefetch: bool = False
     pipeline: Pipeline | None = None
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: Predicted | None = None

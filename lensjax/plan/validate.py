@@ -111,6 +111,11 @@ def _check_executable(plan: Plan, tiers: Collection[str] | None) -> None:
                 f"field 'secondary.{tier}' does nothing: no tensor is split over a mesh axis of that tier",
                 hint="the tier of an axis stands in 'mesh.axes'",
             )
+    if plan.prefetch and "again" not in plan.gather.values():
+        raise PlanError(
+            "field 'prefetch' of the plan does nothing: no layer gathers its weights again",
+            hint="set 'gather' to 'again' for a layer, or '*'",
+        )
     if plan.pipeline is not None:
         raise _not_yet("pipeline", f"{plan.pipeline.stages} stages", "set it to null")
     if plan.flags:

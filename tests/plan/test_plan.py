@@ -35,6 +35,7 @@ plans = st.builds(
     reduce=maps(st.builds(Reduce, names, st.none() | st.integers(1, 1 << 30))),
     chunks=st.integers(1, 64),
     host=axes,
+    prefetch=st.booleans(),
     pipeline=st.none()
     | st.builds(Pipeline, st.integers(1, 8), names, st.none() | st.lists(st.integers(1, 9)).map(tuple)),
     flags=maps(names),
