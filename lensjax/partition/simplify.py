@@ -72,6 +72,11 @@ class _Simplifier:
             if self.is_nothing(node):
                 self.renamed.update(zip(node.outputs, node.inputs))
                 continue
+            if node.name in (*COLLECTIVES, "all_slice") and node.name != "all_reduce":
+                if self.splats.issuperset(node.inputs):  # made anew, in the size in which it is used
+                    self.splats.update(node.outputs)
+                    nodes.append(dataclasses.replace(node, name="stablehlo.broadcast_in_dim", axes=()))
+                    continue
             if node.name in (*COLLECTIVES, "all_slice"):
                 key = (node.name, node.inputs, node.axes, self.values[node.outputs[0]].spec)
                 if key in seen:
@@ -100,7 +105,7 @@ class _Simplifier:
 
     def is_nothing(self, node: Node) -> bool:
         if node.name in (*COLLECTIVES, "all_slice"):
-            return not node.axes or (node.name != "all_reduce" and self.splats.issuperset(node.inputs))
+            return not node.axes
         return node.name in _NOTHING
 
     def normal(self, node: Node) -> Node:
