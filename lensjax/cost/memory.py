@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lensjax.cost.heap import Buffer, live, pack
-from lensjax.cost.layout import inner_gather, transposed_stacks
+from lensjax.cost.layout import inner_gather, inner_scatter, transposed_stacks
 from lensjax.cost.purpose import Purposes
 from lensjax.cost.schedule import Step, steps_of
 from lensjax.partition.data import Body, Partitioned, Value
@@ -152,6 +152,8 @@ class _Walk:
                     dying[last[v]].append(v)
             if step.node.name in _MATMULS:
                 self.add(Buffer(start, start, self.habits.workspace, "temporaries", depth))
+            if copied := self.scattered_copy(step, model):
+                self.add(Buffer(start, start, copied, "temporaries", depth))
             for inner in step.node.bodies:
                 self.body(inner, set(inner.arguments), depth + 1)
             if step.node.bodies and not depth:
@@ -168,6 +170,17 @@ class _Walk:
     def add(self, buffer: Buffer, pieces: Sequence[Buffer] = ()) -> None:
         self.buffers.append(buffer)
         self.pieces += pieces or (buffer,)
+
+    def scattered_copy(self, step: Step, model: Fusion) -> float:
+        """Bytes of the largest operand of reduce-scatters that is copied into another layout: one is at a time."""
+        if step.node.name != "reduce_scatter":
+            return 0.0
+        pairs = [(v, out) for v, out in zip(step.direct, step.writes) if v in model.maker]
+        return max(
+            (self.values[v].bytes for v, out in pairs
+             if model.maker[v].name == "stablehlo.convolution" and inner_scatter(self.values[v], self.values[out])),
+            default=0.0,
+        )  # fmt: skip
 
     def carried(self, body: Body, steps: list[Step], last: Mapping[int, int], model: Fusion) -> set[int]:
         """Values of a loop body that are written over the carried value that they replace: nobody reads it any more."""
