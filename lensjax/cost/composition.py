@@ -12,7 +12,7 @@ import numpy as np
 
 from lensjax.cost.heap import Buffer, live, pack
 from lensjax.cost.levels_host import off_device
-from lensjax.cost.memory import Habits, habits_of, heap_of, outside
+from lensjax.cost.memory import PLAIN, Habits, habits_of, heap_of, outside
 from lensjax.cost.price import lowered_for
 from lensjax.partition import partition
 from lensjax.partition.data import Partitioned
@@ -57,7 +57,7 @@ class Composition:
 _ORDER = ("results", "activations", "gradients", "communication", "temporaries")
 
 
-def composition(p: Partitioned, habits: Habits = Habits(), roles: Sequence[str] | None = None) -> Composition:
+def composition(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Composition:
     """The composition of a partitioned step; the arguments as in `lensjax.cost.memory.memory`."""
     heap = heap_of(p, habits, roles)
     most, when = live(heap.buffers)

@@ -55,6 +55,9 @@ class Habits:
     prompt: bool = False
 
 
+PLAIN = Habits()
+
+
 def habits_of(device: Device) -> Habits:
     if device.platform != "cuda":
         return Habits()
@@ -63,7 +66,7 @@ def habits_of(device: Device) -> Habits:
     return Habits(float(2**22 if old else 2**25), prompt=not hopper)
 
 
-def memory(p: Partitioned, habits: Habits = Habits(), roles: Sequence[str] | None = None) -> Memory:
+def memory(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Memory:
     """Peak memory of a partitioned step. `habits`: of its device's compiler (see `habits_of`); `roles`: what its
     arguments are for, in order, to tell gradients from other temporaries."""
     heap = heap_of(p, habits, roles)
@@ -93,12 +96,12 @@ class Heap(NamedTuple):
     pieces: list[Buffer]
 
 
-def temporaries(p: Partitioned, habits: Habits = Habits()) -> list[Buffer]:
+def temporaries(p: Partitioned, habits: Habits = PLAIN) -> list[Buffer]:
     """Every temporary buffer of a partitioned step."""
     return heap_of(p, habits).buffers
 
 
-def heap_of(p: Partitioned, habits: Habits = Habits(), roles: Sequence[str] | None = None) -> Heap:
+def heap_of(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Heap:
     """The temporary buffers of a partitioned step, and what they are for."""
     # The schedule's, unless values were moved since (to the host).
     fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values, p.body)
