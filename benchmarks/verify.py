@@ -241,18 +241,16 @@ _CAUSES = """## What still differs, and why
 
 Read in the compiled programs of the rows above, buffer by buffer at the peak. The planner does not know of these:
 
-- `fsdp` of the 8B decoder (-8%): over 256 H100 XLA makes the zeros into which the embedding's gradient is summed (1 GiB)
-  before the loop of the backward, under other plans after it; over 32 A100 the logits' gradient (1 GiB) waits for the
-  output layer's matmul behind that loop, under other plans it does not.
+- `fsdp` of the 8B decoder (-8%): over 256 H100 XLA makes the zeros into which the embedding's gradient is summed, 1
+  GiB, before the loop of the backward, under other plans after it; over 32 A100 the logits' gradient, 1 GiB, waits for
+  the output layer's matmul behind that loop, under other plans it does not.
 - `tp_sp` of decoders: the loss picks each target's logit with the sequence split over the axis that also splits the
   vocabulary. The partitioner moves the logits there and back; XLA gathers their gradient and sums both vocabulary
   gradients whole (all-reduce where the plan has a reduce-scatter), 1 GiB of which is held on A100.
 - the mixture of experts under `tp`: the router's scores lie split over the experts where `top_k` wants them whole, and
   XLA gathers them for the whole batch (16 MiB in each layer and direction).
-- the U-Net under `tp`: XLA exchanges the pieces of concatenated skips by collective-permute, and what the plan has as
-  bytes of all-to-all is less. In this unrolled program XLA puts gradients of weights off to the end of the step on H100,
-  with the activations that they read; on A100 it keeps float32 activations and gathered inputs where the plan makes
-  them again.
+- the U-Net under `tp`: XLA exchanges pieces of concatenated skips by collective-permute. In this unrolled program it
+  puts gradients of weights off to the end of the step on H100, with the activations that they read.
 - two devices along `fsdp` beside `dp`: XLA reduces some gradients over both axes at once (0.6% more bytes).
 - TPU: XLA:TPU all-reduces and slices some gradients (`reduce_then_slice`), and packs memory in tiles."""
 
