@@ -239,18 +239,18 @@ compiled schedule)."""
 
 _CAUSES = """## What still differs, and why
 
-Read in the compiled programs of the rows above. The planner does not know of these yet:
+Read in the compiled programs of the rows above, buffer by buffer at the peak. The planner does not know of these:
 
-- `fsdp` of the 8B decoder over 256 GPUs holds 8% more: the gradients of both vocabulary tables are reduced in one call,
-  and XLA makes the zeros into which the embedding's is summed before the loop of the backward, not after it.
+- `fsdp` of the 8B decoder (-8%): over 256 H100 XLA makes the zeros into which the embedding's gradient is summed, 1
+  GiB, before the loop of the backward, under other plans after it; over 32 A100 the logits' gradient, 1 GiB, waits for
+  the output layer's matmul behind that loop, under other plans it does not.
 - `tp_sp` of decoders: the loss picks each target's logit with the sequence split over the axis that also splits the
   vocabulary. The partitioner moves the logits there and back; XLA gathers their gradient and sums both vocabulary
-  gradients whole (all-reduce where the plan has a reduce-scatter).
+  gradients whole (all-reduce where the plan has a reduce-scatter), 1 GiB of which is held on A100.
 - the mixture of experts under `tp`: the router's scores lie split over the experts where `top_k` wants them whole, and
   XLA gathers them for the whole batch (16 MiB in each layer and direction).
-- the U-Net under `tp`: skips are concatenated along the split channels, and XLA exchanges the pieces by
-  collective-permute; the partitioner counts nothing. With few rows and many columns it also moves activations where XLA
-  sums and scatters.
+- the U-Net under `tp`: XLA exchanges pieces of concatenated skips by collective-permute. In this unrolled program it
+  puts gradients of weights off to the end of the step on H100, with the activations that they read.
 - two devices along `fsdp` beside `dp`: XLA reduces some gradients over both axes at once (0.6% more bytes).
 - TPU: XLA:TPU all-reduces and slices some gradients (`reduce_then_slice`), and packs memory in tiles."""
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lensjax.cost.heap import Buffer, live, pack
 from lensjax.cost.levels_host import off_device
-from lensjax.cost.memory import heap_of, outside, workspace_of
+from lensjax.cost.memory import PLAIN, Habits, habits_of, heap_of, outside
 from lensjax.cost.price import lowered_for
 from lensjax.partition import partition
 from lensjax.partition.data import Partitioned
@@ -57,9 +57,9 @@ class Composition:
 _ORDER = ("results", "activations", "gradients", "communication", "temporaries")
 
 
-def composition(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None = None) -> Composition:
+def composition(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Composition:
     """The composition of a partitioned step; the arguments as in `lensjax.cost.memory.memory`."""
-    heap = heap_of(p, workspace, roles)
+    heap = heap_of(p, habits, roles)
     most, when = live(heap.buffers)
     moments = max((b.end for b in heap.buffers), default=0) + 1
     fixed: dict[str, float] = {}
@@ -87,4 +87,4 @@ def composition_of(program: Program, plan: Plan, cluster: Cluster) -> Compositio
     """The composition of a program under a plan: of what `lensjax.cost.price.price` prices. Raises as it does."""
     partitioned = partition(lower(emit(program, plan, abstract_mesh(plan)), lowered_for(plan, cluster)))
     roles = [a.role for a in program.arguments]
-    return composition(off_device(partitioned).program, workspace_of(cluster.device), roles)
+    return composition(off_device(partitioned).program, habits_of(cluster.device), roles)

@@ -4,7 +4,8 @@ NCCL lays the parts of an all-gather one after the other, so XLA's layout assign
 major one of operand and result (xla/service/gpu/transforms/layout_assignment.cc). Arguments and results of a step keep
 the order of their dimensions. Where those meet, the whole buffer is copied: a result that is gathered along an inner
 dimension is transposed into its place, and a stack of weights that a loop slices and gathers so is transposed once,
-before the loop.
+before the loop. A reduce-scatter wants its operand so too; cuDNN writes its results with their channels last, so that
+what a convolution made is copied first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ def inner_gather(node: Node, values: Sequence[Value]) -> bool:
     before, after = values[node.inputs[0]], values[node.outputs[0]]
     grown = [d for d, (b, a) in enumerate(zip(before.local, after.local)) if a > b]
     return any(after.local[d] > 1 for d in range(min(grown, default=0)))
+
+
+def inner_scatter(before: Value, after: Value) -> bool:
+    """Whether a reduce-scatter from one value to another divides a dimension that is not the first."""
+    shrunk = [d for d, (b, a) in enumerate(zip(before.local, after.local)) if a < b]
+    return any(before.local[d] > 1 for d in range(min(shrunk, default=0)))
 
 
 def transposed_stacks(loop: Node, values: Sequence[Value]) -> set[int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lensjax.cost.heap import Buffer, live, pack
-from lensjax.cost.layout import inner_gather, transposed_stacks
+from lensjax.cost.layout import inner_gather, inner_scatter, transposed_stacks
 from lensjax.cost.purpose import Purposes
 from lensjax.cost.schedule import Step, steps_of
 from lensjax.partition.data import Body, Partitioned, Value
@@ -40,10 +40,36 @@ class Memory:
         return self.arguments + self.results + self.temporaries
 
 
-def memory(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None = None) -> Memory:
-    """Peak memory of a partitioned step. `workspace`: bytes of scratch that a matmul asks for (see `workspace_of`);
-    `roles`: what its arguments are for, in order, to tell gradients from other temporaries."""
-    heap = heap_of(p, workspace, roles)
+@dataclasses.dataclass(frozen=True)
+class Habits:
+    """What the compiler of a device does that shows in its memory.
+
+    workspace: bytes of scratch of a matmul. XLA's cuBLAS calls have 32 MiB from Hopper on, 4 MiB before (xla/service/
+        gpu/transforms/gemm_rewriter.cc, kHopperWorkspace and kDefaultWorkspace).
+    prompt: operations run about where the program has them, and what reads nothing comes first. On Hopper XLA weighs
+        what hides behind what by a model of device and network (xla/service/gpu/model/sol_latency_estimator.cc), and
+        then puts work off until it is read; seen in programs compiled for A100, H100 and GB200.
+    """
+
+    workspace: float = 0.0
+    prompt: bool = False
+
+
+PLAIN = Habits()
+
+
+def habits_of(device: Device) -> Habits:
+    if device.platform != "cuda":
+        return Habits()
+    old = device.name.startswith(("V100", "A100", "A10", "L4", "T4"))
+    hopper = device.name.startswith(("H", "GH"))
+    return Habits(float(2**22 if old else 2**25), prompt=not hopper)
+
+
+def memory(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Memory:
+    """Peak memory of a partitioned step. `habits`: of its device's compiler (see `habits_of`); `roles`: what its
+    arguments are for, in order, to tell gradients from other temporaries."""
+    heap = heap_of(p, habits, roles)
     peak, when = live(heap.buffers)
     packed = pack(heap.buffers)
     held: defaultdict[str, float] = defaultdict(float)
@@ -62,14 +88,6 @@ def outside(p: Partitioned) -> tuple[float, float]:
     return sum(p.values[v].bytes for v in p.body.arguments), sum(p.values[v].bytes for v in fresh)
 
 
-def workspace_of(device: Device) -> float:
-    """Bytes of scratch of XLA's cuBLAS calls: 32 MiB from Hopper on, 4 MiB before (xla/service/gpu/transforms/
-    gemm_rewriter.cc, kHopperWorkspace and kDefaultWorkspace)."""
-    if device.platform != "cuda":
-        return 0.0
-    return float(2**22 if device.name.startswith(("V100", "A100", "A10", "L4", "T4")) else 2**25)
-
-
 class Heap(NamedTuple):
     """Temporary buffers with the steps between which they live, loops written out once in their place. `pieces` are
     the same bytes by what they are for: a buffer that is written over with something else of its size is several."""
@@ -78,19 +96,19 @@ class Heap(NamedTuple):
     pieces: list[Buffer]
 
 
-def temporaries(p: Partitioned, workspace: float = 0.0) -> list[Buffer]:
+def temporaries(p: Partitioned, habits: Habits = PLAIN) -> list[Buffer]:
     """Every temporary buffer of a partitioned step."""
-    return heap_of(p, workspace).buffers
+    return heap_of(p, habits).buffers
 
 
-def heap_of(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None = None) -> Heap:
+def heap_of(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Heap:
     """The temporary buffers of a partitioned step, and what they are for."""
     # The schedule's, unless values were moved since (to the host).
-    fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values)
+    fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values, p.body)
     model = fusions(p.body)
     transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs}
     outside = {model.buffer(v) for v in p.body.results} - transposed | set(p.body.arguments)
-    walk = _Walk(fusions, workspace, Purposes(p, fusions, roles))
+    walk = _Walk(fusions, habits, Purposes(p, fusions, roles), transposed)
     walk.body(p.body, outside, 0)
     return Heap(walk.buffers, walk.pieces)
 
@@ -98,8 +116,9 @@ def heap_of(p: Partitioned, workspace: float = 0.0, roles: Sequence[str] | None 
 class _Walk:
     """Numbers the steps of nested bodies and collects their buffers."""
 
-    def __init__(self, fusions: Fusions, workspace: float, purposes: Purposes):
-        self.fusions, self.values, self.workspace, self.purposes = fusions, fusions.values, workspace, purposes
+    def __init__(self, fusions: Fusions, habits: Habits, purposes: Purposes, transposed: set[int]):
+        self.fusions, self.values, self.habits, self.purposes = fusions, fusions.values, habits, purposes
+        self.transposed = transposed  # results that are copied into their place
         self.clock = 0
         self.buffers: list[Buffer] = []
         self.pieces: list[Buffer] = []
@@ -107,9 +126,11 @@ class _Walk:
     def body(self, body: Body, outside: set[int], depth: int) -> None:
         """`outside`: values whose memory is accounted for elsewhere."""
         model = self.fusions(body)
-        steps = steps_of(body, model, self.values, depth > 0)
+        steps = steps_of(body, model, self.values, depth > 0, self.habits.prompt)
         purpose = self.purposes.of(body, steps, model)
         last = _last_reads(steps, body, model)
+        if self.habits.prompt and not depth:
+            last |= {v: i + 1 for i, step in enumerate(steps) for v in step.writes if v in self.transposed}
         shared = outside | (self.carried(body, steps, last, model) if depth else set())
         ends: list[int] = []
         owns: dict[int, list[tuple[int, str]]] = {}  # value that owns a buffer -> what it is for from when on
@@ -133,7 +154,9 @@ class _Walk:
                     until[v] = last[v]
                     dying[last[v]].append(v)
             if step.node.name in _MATMULS:
-                self.add(Buffer(start, start, self.workspace, "temporaries", depth))
+                self.add(Buffer(start, start, self.habits.workspace, "temporaries", depth))
+            if copied := self.scattered_copy(step, model):
+                self.add(Buffer(start, start, copied, "temporaries", depth))
             for inner in step.node.bodies:
                 self.body(inner, set(inner.arguments), depth + 1)
             if step.node.bodies and not depth:
@@ -150,6 +173,17 @@ class _Walk:
     def add(self, buffer: Buffer, pieces: Sequence[Buffer] = ()) -> None:
         self.buffers.append(buffer)
         self.pieces += pieces or (buffer,)
+
+    def scattered_copy(self, step: Step, model: Fusion) -> float:
+        """Bytes of the largest operand of reduce-scatters that is copied into another layout: one is at a time."""
+        if step.node.name != "reduce_scatter":
+            return 0.0
+        pairs = [(v, out) for v, out in zip(step.direct, step.writes) if v in model.maker]
+        return max(
+            (self.values[v].bytes for v, out in pairs
+             if model.maker[v].name == "stablehlo.convolution" and inner_scatter(self.values[v], self.values[out])),
+            default=0.0,
+        )  # fmt: skip
 
     def carried(self, body: Body, steps: list[Step], last: Mapping[int, int], model: Fusion) -> set[int]:
         """Values of a loop body that are written over the carried value that they replace: nobody reads it any more."""

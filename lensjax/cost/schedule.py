@@ -39,11 +39,18 @@ class Step:
         return not self.apart and self.node.name not in _APART
 
 
-def steps_of(body: Body, model: Fusion, values: Sequence[Value], looped: bool = False) -> list[Step]:
-    """A body's steps in the order in which XLA would run them; `looped`: the body is a loop's."""
+def steps_of(
+    body: Body, model: Fusion, values: Sequence[Value], looped: bool = False, prompt: bool = False
+) -> list[Step]:
+    """A body's steps in the order in which XLA would run them; `looped`: the body is a loop's; `prompt`: work is not
+    put off (see `lensjax.cost.memory.Habits`)."""
     steps = [_step(n, model, values) for n in body.nodes if _matters(n, model)]
     results = {model.buffer(v) for v in body.results}
-    return _sink(_combine(steps, values), values, results, looped)
+    steps = _combine(steps, values)
+    if not prompt:
+        return _sink(steps, values, results, looped)
+    made = {v for step in steps for v in step.writes}
+    return steps if looped else sorted(steps, key=lambda s: not made.isdisjoint(s.reads))
 
 
 def _matters(node: Node, model: Fusion) -> bool:
@@ -131,13 +138,14 @@ def _sink(steps: list[Step], values: Sequence[Value], results: set[int], looped:
             users = [float(len(steps))]  # a total that is only returned
         if not users or min(users) <= i + 1 or step.node.bodies:
             continue
-        if after := [w for w in loops if i < w < min(users)]:
-            time[i] = after[-1] + 0.25 + 1e-6 * i
-            continue
-        target = min(users) - 0.5
+        after = [w for w in loops if i < w < min(users)]
+        target = after[-1] + 0.25 if after else min(users) - 0.5
         kept = sum(
             values[v].bytes for v in step.reads if max((time[u] for u in readers[v] if u != i), default=-1.0) < target
         )
+        if after and (step.node.name != "stablehlo.reduce" or kept < sum(values[v].bytes for v in step.writes)):
+            time[i] = target + 1e-6 * i
+            continue
         if looped or kept < sum(values[v].bytes for v in step.writes):
             time[i] = target - 1e-6 * (len(steps) - i)
     return [steps[i] for i in sorted(range(len(steps)), key=lambda i: time[i])]

@@ -11,7 +11,7 @@ from typing import Any
 from lensjax.cost.communication import Prices
 from lensjax.cost.compute import multiplies, seconds
 from lensjax.cost.levels_host import off_device
-from lensjax.cost.memory import memory, workspace_of
+from lensjax.cost.memory import habits_of, memory
 from lensjax.cost.timeline import timeline
 from lensjax.partition.data import Partitioned
 from lensjax.plan.plan import Plan, Predicted
@@ -69,7 +69,7 @@ def cost(
     for c in p.collectives:
         for tier, sent in prices.wire(c).items():
             tiers[tier] += sent * c.trips
-    peak = memory(p, workspace_of(cluster.device), roles)
+    peak = memory(p, habits_of(cluster.device), roles)
     return Cost(
         step_s=max(times.total, moved / link if moved else 0.0) + (waited / link if waited else 0.0),
         compute_s=times.compute,

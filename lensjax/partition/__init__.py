@@ -74,7 +74,7 @@ def partition(
     _jax.run_passes(module, _jax.PASSES_PROPAGATE, *_jax.PASSES_EXPLICIT, "cse")
     values, body = read(module, sizes, source.places)
     body = simplify(values, body, sizes)
-    fusions = Fusions(tuple(values))
+    fusions = Fusions(tuple(values), body)
     return Partitioned(
         mesh=sizes,
         values=fusions.values,

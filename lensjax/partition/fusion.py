@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from lensjax.partition.data import Body, Node, Value
 from lensjax.partition.simplify import COLLECTIVES
@@ -56,27 +56,35 @@ class Fusion:
 
 
 class Fusions:
-    """`fuse` of the bodies of one program, each looked at once: its schedule and its memory both ask, of a body before
-    those inside it."""
+    """`fuse` of the bodies of one program (`body` and those inside it), each looked at once: its schedule and its
+    memory both ask."""
 
-    def __init__(self, values: tuple[Value, ...]):
+    def __init__(self, values: tuple[Value, ...], body: Body):
         self.values = values
-        self.generated: set[int] = set()  # in all bodies so far: a loop may read a constant of the body around it
+        self.generated = frozenset(_generated(body, set()))
         self._found: dict[int, tuple[Body, Fusion]] = {}  # by identity: bodies are large, and kept here
 
     def __call__(self, body: Body) -> Fusion:
         if id(body) not in self._found:
             self._found[id(body)] = body, fuse(body, self.values, self.generated)
-            self.generated |= self._found[id(body)][1].generated
         return self._found[id(body)][1]
 
 
-def fuse(body: Body, values: Sequence[Value], outside: Set[int] = frozenset()) -> Fusion:
+def _generated(body: Body, known: set[int]) -> set[int]:
+    """Values of a body and of those inside it that come from constants alone, where `known` do."""
+    for node in body.nodes:
+        if node.name in FREE or (node.inputs and node.name not in KERNELS and known.issuperset(node.inputs)):
+            known.update(node.outputs)
+        for inner in node.bodies:
+            _generated(inner, known)
+    return known
+
+
+def fuse(body: Body, values: Sequence[Value], generated: frozenset[int]) -> Fusion:
     """The fusion model of one body; nested bodies have their own, and read outer values as stored ones, except those
-    that come from constants alone (`outside`)."""
+    that constants make (`generated`, of the whole program)."""
     root, maker, copied = _roots(body, values)
     users: dict[int, list[int]] = defaultdict(list)
-    generated = set(outside)
     needed = {root.get(v, v) for v in body.results} | {v for v in copied if v in maker}
     for position, node in enumerate(body.nodes):
         if root.get(node.outputs[0] if node.outputs else -1) is not None:
@@ -84,8 +92,6 @@ def fuse(body: Body, values: Sequence[Value], outside: Set[int] = frozenset()) -
         inputs = [root.get(v, v) for v in node.inputs]
         for value in inputs:
             users[value].append(position)
-        if node.name in FREE or (inputs and node.name not in KERNELS and generated.issuperset(inputs)):
-            generated.update(node.outputs)
         inside = {root.get(v, v) for inner in node.bodies for v in captured(inner)}
         for value in inside:
             users[value].append(position)
@@ -93,7 +99,7 @@ def fuse(body: Body, values: Sequence[Value], outside: Set[int] = frozenset()) -
             needed.update(inputs[:1] if node.name == "stablehlo.dynamic_update_slice" else inputs)
         needed.update(inside - generated)  # XLA sinks what constants make into the loop that reads it
     stored = {v for v in maker if _is_stored(v, maker, needed, users)}
-    model = Fusion(root, frozenset(stored), maker, users, frozenset(generated))
+    model = Fusion(root, frozenset(stored), maker, users, generated)
     model = dataclasses.replace(model, stored=model.stored | _worth_storing(body, values, model))
     return dataclasses.replace(model, rows=_row_kernels(values, model))
 

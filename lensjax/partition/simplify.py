@@ -8,6 +8,7 @@
 * `all_reduce(a) + all_reduce(b)` becomes `all_reduce(a + b)`, and so do their slices: XLA's all-reduce and
   reduce-scatter reassociation.
 * The same collective of the same value happens once, and none happens to a constant: it is made in place.
+* The gradient of a table is summed whole and scattered where its rows are split over the axes of its updates.
 * Collectives over axes of size one, and sharding constraints that did their work, are nothing.
 """
 
@@ -72,6 +73,11 @@ class _Simplifier:
             if self.is_nothing(node):
                 self.renamed.update(zip(node.outputs, node.inputs))
                 continue
+            if node.name in (*COLLECTIVES, "all_slice") and node.name != "all_reduce":
+                if self.splats.issuperset(node.inputs):  # made anew, in the size in which it is used
+                    self.splats.update(node.outputs)
+                    nodes.append(dataclasses.replace(node, name="stablehlo.broadcast_in_dim", axes=()))
+                    continue
             if node.name in (*COLLECTIVES, "all_slice"):
                 key = (node.name, node.inputs, node.axes, self.values[node.outputs[0]].spec)
                 if key in seen:
@@ -100,7 +106,7 @@ class _Simplifier:
 
     def is_nothing(self, node: Node) -> bool:
         if node.name in (*COLLECTIVES, "all_slice"):
-            return not node.axes or (node.name != "all_reduce" and self.splats.issuperset(node.inputs))
+            return not node.axes
         return node.name in _NOTHING
 
     def normal(self, node: Node) -> Node:
@@ -189,7 +195,9 @@ class _Simplifier:
             node = _with(node, tuple(map(self.now, node.inputs)), tuple(self.fold(b) for b in node.bodies))
             if node.outputs and node.outputs[0] in self.dropped:
                 continue
-            nodes.extend(self.moved_updates(node, nodes) or self.scattered(node) or [node])
+            nodes.extend(
+                self.moved_updates(node, nodes) or self.scattered(node) or self.whole_table(node, nodes) or [node]
+            )
         return Body(body.arguments, tuple(nodes), tuple(map(self.now, body.results)))
 
     def moved_updates(self, node: Node, before: list[Node]) -> list[Node] | None:
@@ -219,6 +227,36 @@ class _Simplifier:
         before.remove(made)
         scatter = dataclasses.replace(made, inputs=(table, gathered, moved), outputs=(target,))
         return [parts, swap, scatter]
+
+    def whole_table(self, node: Node, before: list[Node]) -> list[Node] | None:
+        """The gradient of a table whose *rows* are split over the axes over which its updates are split.
+
+        Shardy gathers the updates where they are smaller than the table; XLA sums each device's own into a whole table
+        and scatters the total. Rows that are split over more axes than the updates keep the gather.
+        """
+        if node.name != "stablehlo.scatter" or len(node.inputs) != 3 or node.inputs[0] not in self.splats:
+            return None
+        table, *moved = node.inputs
+        gathers = [n for v in moved for n in before if n.outputs == (v,) and n.name == "all_gather"]
+        rows = named_list("inserted_window_dims", node.attributes["scatter_dimension_numbers"])
+        axes = tuple(a for d in rows for a in self.values[table].spec[d])
+        if (
+            len(gathers) != 2
+            or not axes
+            or any(set(n.axes) != set(axes) or self.uses[n.outputs[0]] > 1 for n in gathers)
+        ):
+            return None
+        zeros = next(n for n in before if table in n.outputs)
+        whole, partial = self.gathered(table, axes), self.gathered(node.outputs[0], axes)
+        self.splats.add(whole)
+        for n in (*gathers, *([zeros] if self.uses[table] == 1 else [])):
+            before.remove(n)
+        own = (whole, *(n.inputs[0] for n in gathers))
+        return [
+            dataclasses.replace(zeros, name="stablehlo.broadcast_in_dim", outputs=(whole,)),
+            dataclasses.replace(node, inputs=own, outputs=(partial,)),
+            dataclasses.replace(gathers[1], name="reduce_scatter", inputs=(partial,), outputs=node.outputs, axes=axes),
+        ]
 
     def gathered(self, value: int, axes: Axes) -> int:
         """A new value: this one with none of its dimensions split over these axes."""

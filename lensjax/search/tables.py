@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from lensjax.cost.compute import multiplies, rate
-from lensjax.cost.memory import temporaries, workspace_of
+from lensjax.cost.memory import habits_of, temporaries
 from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
 from lensjax.partition.flops import flops
@@ -106,7 +106,7 @@ class _Maker:
         self.program, self.whole, self.device = program, unsplit, device
         self.bandwidth, self.launch = bandwidth, launch
         self.values = unsplit.values
-        self.fusions = Fusions(self.values)
+        self.fusions = Fusions(self.values, unsplit.body)
         self.dims = self._padded()
         invars = unsplit.body.arguments
         self.inputs = frozenset(
@@ -367,7 +367,7 @@ class _Maker:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def liveness(self, p: Partitioned) -> np.ndarray:
-        buffers = temporaries(p, workspace_of(self.device))
+        buffers = temporaries(p, habits_of(self.device))
         moments = max((b.end for b in buffers), default=0) + 2
         rows: dict[int, np.ndarray] = {}
         for b in buffers:

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*)$")
-_VALUE = re.compile(r"^\s+value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+# A loop's carry and a conditional's result are marked as joining several values ("phi").
+_VALUE = re.compile(r"^\s+value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^\s+(\S+?)(\{[\d,]*\})?:(\d+)-(\d+)\s*$")
 _PARAMETER = re.compile(r"\bparameter (\d+)\b")
 

@@ -49,7 +49,7 @@ def main() -> None:
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
-    from lensjax.cost.memory import memory
+    from lensjax.cost.memory import Habits, memory
     from lensjax.partition import partition
     from lensjax.verify.devices import Layout, compile_only, target
 
@@ -59,7 +59,7 @@ def main() -> None:
         mesh = Mesh(devices, tuple(case.mesh), axis_types=(AxisType.Auto,) * len(case.mesh))
         options = dict(target("h100-80gb").options)
         compiled = lower_case(case, mesh).compile(options).memory_analysis().temp_size_in_bytes
-        planned = memory(partition(lower_case(case)), workspace=2**25).temporaries
+        planned = memory(partition(lower_case(case)), Habits(2**25)).temporaries
         print(
             f"{name:10} compiled {compiled / 2**20:8.1f}  planned {planned / 2**20:8.1f}  {planned / compiled - 1:+.1%}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from lensjax.cost.memory import memory
+from lensjax.cost.memory import Habits, memory
 from lensjax.partition import partition
 from lensjax.topology.cluster import Cluster
 from lensjax.verify import compile_for, missing
@@ -40,4 +40,4 @@ def test_bytes_by_axes_and_peak_are_the_compiled_ones(name):
     for axes, sent in compiled.axes.items():
         if sent > 0.01 * compiled.total:
             assert wire(p, axes) == pytest.approx(sent, rel=0.02)
-    assert memory(p, workspace=2**25).peak == pytest.approx(made.memory.peak, rel=0.10)
+    assert memory(p, Habits(2**25)).peak == pytest.approx(made.memory.peak, rel=0.10)

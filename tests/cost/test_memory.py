@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from lensjax.cost.memory import memory
+from lensjax.cost.memory import Habits, memory
 from lensjax.partition import partition
 from tests.partition.decoder import Config, Rules, abstract_mesh, fsdp, lowered
 
@@ -85,6 +85,6 @@ COMPILED_MIB = {
 def test_peak_is_within_ten_percent_of_the_gpu_compiler(name):
     from tests.cost.compiled_memory import CASES, lower_case
 
-    m = memory(partition(lower_case(CASES[name])), workspace=2**25)
+    m = memory(partition(lower_case(CASES[name])), Habits(2**25))
     compiled = m.arguments + m.results + COMPILED_MIB[name] * 2**20
     assert m.peak == pytest.approx(compiled, rel=0.10)

@@ -65,3 +65,36 @@ def test_a_gather_of_two_dimensions_is_two_the_last_first():
 def test_a_sum_split_along_two_dimensions_is_an_all_reduce_of_the_whole(spec, op):
     found = moved(lambda x: x.T @ x, P(("a", "b"), None), spec)
     assert found == [(op, ("a", "b"), 32 * 32 * 4)]
+
+
+def table_gradient(batch, rows, columns, axes):
+    """Collectives of the gradient of a table whose rows are split over `axes`, by a batch split over "a"."""
+    put = lambda *spec: NamedSharding(SQUARE, P(*spec))
+
+    def step(index, updates):
+        table = jnp.zeros((rows, columns)).at[index].add(updates)
+        return jax.lax.with_sharding_constraint(table, put(axes))
+
+    shapes = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch, columns), jnp.float32)
+    lowered = jax.jit(step, in_shardings=(put("a"), put("a"))).trace(*shapes).lower(lowering_platforms=("cuda",))
+    return [(c.op, c.axes, c.bytes) for c in partition(lowered).collectives]
+
+
+def test_a_table_is_summed_whole_and_scattered_over_the_axes_of_its_updates():
+    """Also where to gather the updates takes fewer bytes: XLA does not."""
+    whole = ("reduce_scatter", ("a",), 512 * 32 * 4)
+    assert table_gradient(256, 512, 32, ("a",)) == [whole]
+    assert table_gradient(4096, 512, 32, ("a",)) == [whole]
+    assert {op for op, _, _ in table_gradient(256, 512, 32, ("b", "a"))} == {"all_gather"}
+
+
+def test_zeros_have_the_size_in_which_they_are_used():
+    def step(index, updates):
+        table = jnp.zeros((512, 32)).at[index].add(updates)
+        return jax.lax.with_sharding_constraint(table, NamedSharding(SQUARE, P("a")))
+
+    shapes = jax.ShapeDtypeStruct((4096,), jnp.int32), jax.ShapeDtypeStruct((4096, 32), jnp.float32)
+    put = NamedSharding(SQUARE, P("a"))
+    p = partition(jax.jit(step, in_shardings=(put, put)).trace(*shapes).lower(lowering_platforms=("cuda",)))
+    scatter = next(n for n in p.body.nodes if n.name == "stablehlo.scatter")
+    assert p.values[scatter.inputs[0]].local == p.values[scatter.outputs[0]].local == (512, 32)

@@ -118,6 +118,20 @@ FAULTS: dict[str, Fault] = {
     "work repeated": Fault("repeated_work", Scheme(override=_no_tensor), "bsf"),
 }
 
+
+def repaired(fault: Fault) -> Fault:
+    """The same program without its fault."""
+    s = fault.scheme
+    sound = Scheme(s.shape, s.fsdp, s.tensor, remat=jax.checkpoint if s.remat else None)
+    return dataclasses.replace(fault, kind="", line="", scheme=sound)
+
+
+# Each repaired program once, by the name of the first fault that it is without.
+SOUND: dict[str, Fault] = {}
+for _name, _fault in FAULTS.items():
+    if repaired(_fault) not in SOUND.values():
+        SOUND[f"without {_name}"] = repaired(_fault)
+
 VARIANTS: dict[str, Callable[[Fault], Program]] = {
     "scanned": lambda f: programs.plain(dataclasses.replace(f.scheme, unroll=programs.SCANNED if f.flat else 1)),
     "renamed": lambda f: programs.plain(

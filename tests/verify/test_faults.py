@@ -8,7 +8,7 @@ import pytest
 from lensjax.topology.cluster import Cluster
 from lensjax.verify.lint import lint
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.verify.faults import CLEAN, FAULTS, VARIANTS
+from tests.verify.faults import CLEAN, FAULTS, SOUND, VARIANTS, repaired
 
 FAST = ("unconstrained carry",)  # compiled in every run; the others when asked for
 
@@ -33,8 +33,7 @@ def check_fault(name, variant):
         assert fault.line in linecache.getline(file, int(rest.split()[0]))
 
 
-def check_clean(name):
-    program = CLEAN[name]()
+def check_clean(program):
     made = lint(program.step, program.arguments, cluster=half_nodes())
     assert [f for f in made.findings if f.severity != "note"] == []
     assert not made.unknown and not made.notes
@@ -49,7 +48,12 @@ def test_a_fault_is_found(name):
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", ["experts"])
 def test_a_clean_program_gives_nothing(name):
-    check_clean(name)
+    check_clean(CLEAN[name]())
+
+
+def test_fifteen_faults_each_with_its_repair_in_four_ways_of_writing():
+    assert len(FAULTS) >= 15 and set(VARIANTS) == {"scanned", "renamed", "unrolled", "nnx"}
+    assert all(repaired(f) in SOUND.values() and repaired(f).scheme != f.scheme for f in FAULTS.values())
 
 
 @pytest.mark.slow
@@ -64,7 +68,15 @@ def test_every_fault_is_found_however_it_is_written(name, variant):
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", CLEAN)
 def test_no_clean_program_gives_a_finding(name):
-    check_clean(name)
+    check_clean(CLEAN[name]())
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", SOUND)
+def test_without_its_fault_the_same_program_gives_nothing(name, variant):
+    check_clean(VARIANTS[variant](SOUND[name]))
 
 
 def test_batch_and_state_faults_show_on_the_cpu_compiler_too():

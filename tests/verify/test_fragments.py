@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lensjax.verify.allocator import replay
 from lensjax.verify.artifact import Artifact, Memory
-from lensjax.verify.assignment import Life, Placed, allocations, lives
+from lensjax.verify.assignment import Life, Placed, allocations, lives, values
 from lensjax.verify.fragments import advice, buffer_events, fragmentation, step_events
 from tests.gpu_compiler import needs_gpu_compiler
 
@@ -64,6 +64,11 @@ def test_a_result_written_over_its_operand_is_one_buffer():
     assert found is not None
     assert (found.block, found.live) == (3072, 3072)  # a and b are one buffer of 1024, with c of 2048
     assert found.buffers.need == 3072  # d finds the place of a and b
+
+
+def test_the_carry_of_a_loop_is_a_value_too():
+    text = ASSIGNMENT.replace("<7 c @0>", "<7 loop{1} (phi) @0>")
+    assert ("loop{1}", 2048, 1024) in [(v.name, v.bytes, v.offset) for v in values(text)]
 
 
 def test_a_donating_step_asks_for_its_block_its_batch_and_its_loss():

@@ -12,6 +12,7 @@ from lensjax.verify.finding import SMALL, Case, Finding, size
 
 MATMULS = ("stablehlo.dot_general", "stablehlo.convolution")
 _LOST = 0.05  # part of the arithmetic that runs on activations too large; routers and losses are below
+_MUCH_REPEATED = 0.3  # beyond this part something was forgotten; below, layers are too narrow to be split or worth it
 _REPEATED = 0.08  # part of the arithmetic repeated along an axis that is worth a word; small projections are below
 
 
@@ -117,7 +118,7 @@ def repeated_work(case: Case) -> Iterator[Finding]:
         worst = max(alike, key=lambda p: p[1])[0]
         whole = facts.parts.values[max(worst.inputs, key=lambda v: facts.parts.values[v].bytes)]
         yield Finding(
-            "repeated_work", "error" if wasted > 0.3 * total else "warning", worst.source, _bytes(whole),
+            "repeated_work", "error" if wasted > _MUCH_REPEATED * total else "note", worst.source, _bytes(whole),
             f"{wasted / total:.0%} of the arithmetic of each device is the same on all {devices} devices along "
             f"{axis!r}: nothing in this matmul is split along it",
             f"split a dimension of the weights along {axis!r} here, or give the axis to the batch",
