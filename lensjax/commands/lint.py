@@ -90,4 +90,4 @@ def _data(made: Audit) -> dict[str, Any]:
 def _show(made: Audit, findings: Any) -> tuple[Any, ...]:
     from lensjax.verify.show import finding_lines, memory_table, summary
 
-    return (summary(made), memory_table(made), *finding_lines(findings), *(f"[dim]{n}[/dim]" for n in made.notes))
+    return (summary(made), memory_table(made), *finding_lines(findings, made.notes))

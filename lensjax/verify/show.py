@@ -70,8 +70,10 @@ def allocator_lines(made: Audit) -> list[str]:
     return [*lines, f"    {advice(f, made.device_memory)}"] if made.device_memory else lines
 
 
-def finding_lines(findings: Iterable[Finding]) -> list[str]:
-    """Findings as text with markup, or one line that says there are none."""
+def finding_lines(findings: Iterable[Finding], notes: Iterable[str] = ()) -> list[Any]:
+    """Findings as coloured text, or one line that says there are none; then notes."""
+    from rich.text import Text
+
     lines = []
     for f in findings:
         place = f"{f.line}: " if f.line else ""
@@ -79,7 +81,8 @@ def finding_lines(findings: Iterable[Finding]) -> list[str]:
             f"[{_COLOURS[f.severity]}]{f.severity}[/] {_plain(place)}[bold]{f.kind}[/] {_plain(f.message)}\n"
             f"    do: {_plain(f.hint)}"
         )
-    return lines or ["[green]nothing found[/green]"]
+    lines = [*(lines or ["[green]nothing found[/]"]), *(f"[dim]{_plain(n)}[/]" for n in notes)]
+    return [Text.from_markup(line) for line in lines]
 
 
 def _plain(text: str) -> str:
@@ -100,9 +103,8 @@ def _tail(text: str, length: int) -> str:
 def everything(proof: Proof) -> tuple[Any, ...]:
     """A proof as the command shows it."""
     serious = [f for f in proof.findings if f.severity != "note"]
-    notes = (f"[dim]{_plain(n)}[/dim]" for n in proof.audit.notes)
     return (summary(proof.audit), *comparison(proof), memory_table(proof.audit), *allocator_lines(proof.audit),
-            *finding_lines(serious), *notes)  # fmt: skip
+            *finding_lines(serious, proof.audit.notes))  # fmt: skip
 
 
 def text(proof: Proof, width: int = 110) -> str:

@@ -94,7 +94,7 @@ def test_lint_prints_tables_for_people(file, capsys):
     file.write_text(STEP)
     status = main(["lint", f"{file}:main", "--backend", "cpu", "--trace", str(file.parent / "t.json")])
     out = capsys.readouterr().out
-    assert status == 0 and "nothing found" in out and "peak memory" in out
+    assert status == 0 and "nothing found" in out and "peak memory" in out and "[/" not in out
     assert json.loads((file.parent / "t.json").read_text())["traceEvents"]
 
 
@@ -119,3 +119,10 @@ def test_verify_a_preset_on_the_gpu_compiler(file, capsys):
     assert (status, data["findings"], data["unknown"]) == (0, [], [])
     for tier in data["tiers"].values():
         assert tier["compiled_bytes"] == pytest.approx(tier["planned_bytes"], rel=0.02)
+
+
+def test_verify_prints_no_markup(file, capsys):
+    """Notes and findings are coloured on a terminal and plain in a pipe."""
+    status = main(["verify", "fsdp", "llama3-tiny", "--batch", "16", "--seq", "64", "--cluster", "cpu:8"])
+    out = capsys.readouterr().out
+    assert status in (0, 1) and "peak memory" in out and "[/" not in out and "[dim]" not in out
