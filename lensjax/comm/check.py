@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lensjax.comm.given import mapped_sizes
+
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -28,7 +30,7 @@ def checksum(tree: Any) -> jax.Array:
 
 def replicas_agree(tree: Any, axis: str | Sequence[str]) -> jax.Array:
     """Inside a `shard_map`: whether a tree has the same bits on all members of the axis. One number crosses it."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = tuple(name for name, _ in mapped_sizes(axis))
     mine = checksum(tree)
     return lax.pmax(mine, names) == lax.pmin(mine, names)
 

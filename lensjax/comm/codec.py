@@ -118,7 +118,8 @@ class VectorCodec(Codec):
       feedback: what part of the error of each message is kept and added to the next one (0: none, 1: all of it;
                 between: a moving average, as LoCo has it, arXiv:2407.04480). Both hops keep one.
       second:   the codec of the way back from the owner; itself unless given
-    Non-finite values must decode to non-finite values. Encoding must depend on nothing but the values.
+    Non-finite values must decode to non-finite values (`scales.largest` finds them, a plain maximum loses NaNs on
+    XLA:CPU). Encoding must depend on nothing but the values.
     """
 
     block: int = 1

@@ -11,7 +11,7 @@ from jax import lax
 
 from lensjax._errors import CodecError
 from lensjax.comm.codec import TINY, VectorCodec
-from lensjax.comm.scales import bf16_bits, blocks, from_bf16_bits, join, part, scale_bits
+from lensjax.comm.scales import bf16_bits, blocks, from_bf16_bits, join, largest, part, scale_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Float8(VectorCodec):
     def encode(self, x: jax.Array) -> jax.Array:
         kind, top, _, _ = _FORMATS[self.form]
         x = blocks(x, self.block)
-        bits = scale_bits(jnp.abs(x).max(-1), top)
+        bits = scale_bits(largest(x), top)
         scaled = jnp.clip(x / from_bf16_bits(bits)[..., None], -top, top)
         return join(lax.bitcast_convert_type(scaled.astype(kind), jnp.uint8), bits)
 

@@ -8,6 +8,7 @@ again. BlueConnect (Cho et al., MLSys 2019) has the decomposition; one collectiv
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -63,10 +64,8 @@ class Group:
         return part
 
     def exact(self, vector: jax.Array) -> jax.Array:
-        """The total of a vector in its own type."""
-        size = vector.shape[0]
-        part = self.scatter(pad(vector, self.parts * self.members))
-        return self.gather(lax.psum(part, self.axes) if self.members > 1 else part)[:size]
+        """The total of a vector in its own type. It has the derivative of `jax.lax.psum`."""
+        return _exact(self, vector)
 
     def exact_bytes(self, size: int, itemsize: int) -> int:
         """Bytes that a device sends over the slow axes in `exact`: 2(K-1)/K of its part (ring)."""
@@ -80,6 +79,20 @@ class Group:
             size //= members
             sent[name] = (members - 1) * size * itemsize * (1 if self.whole else 2)
         return sent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _exact(group: Group, vector: jax.Array) -> jax.Array:
+    size = vector.shape[0]
+    part = group.scatter(pad(vector, group.parts * group.members))
+    return group.gather(lax.psum(part, group.axes) if group.members > 1 else part)[:size]
+
+
+@_exact.defjvp
+def _exact_derivative(group: Group, given: tuple[jax.Array], change: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # Not left to JAX: a gather's transpose is psum's only where JAX follows what varies (check_vma=True).
+    summed = group.axes if group.whole else (*group.axes, *(name for name, _ in group.fast))
+    return _exact(group, *given), lax.psum(*change, summed)
 
 
 def padded(size: int, multiple: int) -> int:

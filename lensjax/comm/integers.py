@@ -13,7 +13,7 @@ from jax import lax
 from lensjax._errors import CodecError
 from lensjax.comm.codec import TINY, VectorCodec
 from lensjax.comm.floats import check
-from lensjax.comm.scales import LARGEST, blocks, from_bf16_bits, join, part, scale_bits
+from lensjax.comm.scales import LARGEST, blocks, from_bf16_bits, join, largest, part, scale_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Int4(VectorCodec):
         # Of small numbers and by signs / n, not signs / sqrt(n): nothing can overflow, and decoding needs no root.
         unit = _unit(x)
         y = rotate(x / unit) / self.block
-        largest = jnp.abs(y).max(-1)
-        finite = jnp.minimum(largest, LARGEST / unit[..., 0]) * unit[..., 0]
-        bits = scale_bits(jnp.where(jnp.isfinite(largest), finite, jnp.nan), 7)
+        top = largest(y)
+        finite = jnp.minimum(top, LARGEST / unit[..., 0]) * unit[..., 0]
+        bits = scale_bits(jnp.where(jnp.isfinite(top), finite, jnp.nan), 7)
         step = from_bf16_bits(bits)[..., None] / unit
         return jnp.clip(jnp.round(y / step), -7, 7).astype(jnp.int8), bits
 
@@ -122,7 +122,7 @@ class Int4(VectorCodec):
 
 def quantise(x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
     """int8 codes of blocks [..., blocks, n], and the bits of their scales."""
-    bits = scale_bits(jnp.abs(x).max(-1), levels)
+    bits = scale_bits(largest(x), levels)
     codes = jnp.round(x / from_bf16_bits(bits)[..., None])
     return jnp.clip(codes, -levels, levels).astype(jnp.int8), bits
 
@@ -130,14 +130,15 @@ def quantise(x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
 def step_bound(x: jax.Array, levels: int) -> jax.Array:
     """Half a step: the block's largest value over `levels`, with the scale's rounding (2^-8 of it), plus what a block
     too small for a scale loses."""
-    largest = jnp.abs(x).max(-1, keepdims=True)
-    return jnp.broadcast_to(largest * ((0.5 + 2.0**-8) / levels) + 2 * levels * TINY, x.shape)
+    top = jnp.abs(x).max(-1, keepdims=True)
+    return jnp.broadcast_to(top * ((0.5 + 2.0**-8) / levels) + 2 * levels * TINY, x.shape)
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """What to divide each block by. At most 2^125: XLA multiplies by the inverse, which must not be subnormal."""
-    largest = jnp.abs(x).max(-1, keepdims=True)
-    return jnp.where(largest < TINY, 1.0, jnp.minimum(largest, 2.0**125))
+    """What to divide each block by; NaN for one that is not finite. At most 2^125: XLA multiplies by the inverse, which
+    must not be subnormal."""
+    top = largest(x, keepdims=True)
+    return jnp.where(top < TINY, 1.0, jnp.where(top > 2.0**125, 2.0**125, top))
 
 
 def hadamard_matrix(n: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lensjax._errors import CodecError
 from lensjax.comm.codec import Codec, Exact, Shape
+from lensjax.comm.given import summable
 from lensjax.comm.group import Group
 from lensjax.comm.policy import Policy
 from lensjax.comm.registry import parse_codec as parse
@@ -132,16 +133,10 @@ def layout(leaves: Sequence[Leaf], codecs: Codecs = "int8", limit: int = BUCKET)
 def codec_of(path: str, whole: jax.ShapeDtypeStruct, codecs: Codecs) -> Codec:
     """The codec that a leaf was given; exact for what is no floating point number. Raises CodecError for types that
     cannot be summed."""
-    dtype = whole.dtype
-    narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
-    tiny = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
-    if dtype == jax.dtypes.float0 or dtype == jnp.bool_ or narrow or tiny:
-        raise CodecError(
-            f"{path or 'the value'} has the type {dtype}, which cannot be summed between devices",
-            hint="reduce gradients in 16 bits or more; XLA aborts on, or rounds, collectives in fewer",
-        )
-    made = parse(codecs if isinstance(codecs, str | Codec) else codecs(path, whole))
-    return made if jnp.issubdtype(dtype, jnp.floating) else Exact()
+    summable(whole.dtype, path or "the value")
+    fixed: Any = codecs
+    made = parse(fixed if isinstance(codecs, str | Codec | type) or not callable(codecs) else codecs(path, whole))
+    return made if jnp.issubdtype(whole.dtype, jnp.floating) else Exact()
 
 
 def _codec(leaf: Leaf, codecs: Codecs) -> Codec:

@@ -19,6 +19,7 @@ from jax import lax
 from lensjax._errors import CodecError
 from lensjax.comm.codec import EPS, TINY, Codec, Shape, State, split
 from lensjax.comm.group import Group, padded
+from lensjax.comm.scales import largest
 from lensjax.comm.two_hop import keep
 
 _FULL = lax.Precision.HIGHEST
@@ -69,7 +70,7 @@ class PowerSGD(Codec):
         matrices = split(wanted, sizes, 1)
         old = split(state["right"], [(c, n, self.rank) for c, _, n in sizes], 1)
         # A direction that caught nothing (or the first state) is zero, and would never catch anything again.
-        old = [jnp.where(jnp.abs(q).max(1, keepdims=True) > TINY, _unit(q), _start(q.shape)) for q in old]
+        old = [jnp.where(largest(q, 1, keepdims=True) > TINY, _unit(q), _start(q.shape)) for q in old]
         left = [jnp.matmul(m, q, precision=_FULL) for m, q in zip(matrices, old)]
         left = [orthonormal(p) for p in _exact(left, group)]
         right = [_transposed(m, p) for m, p in zip(matrices, left)]
@@ -102,9 +103,9 @@ class PowerSGD(Codec):
 
     def reduction_error(self, stack: jax.Array) -> jax.Array:
         total = stack.astype(jnp.float32).sum(0)
-        largest = jnp.abs(stack).max(initial=TINY)
-        norm = largest * jnp.sqrt(jnp.square(total / largest).sum())
-        rounding = 64 * EPS * total.size * len(stack) * largest
+        top = jnp.abs(stack).max(initial=TINY)
+        norm = top * jnp.sqrt(jnp.square(total / top).sum())
+        rounding = 64 * EPS * total.size * len(stack) * top
         return jnp.broadcast_to(norm + rounding, total.shape)
 
 
@@ -127,7 +128,7 @@ def _transposed(m: jax.Array, p: jax.Array) -> jax.Array:
 
 def _unit(q: jax.Array) -> jax.Array:
     """The columns at length one: the factor carries the gradient's size, and its square would leave float32."""
-    q = q / jnp.maximum(jnp.abs(q).max(1, keepdims=True), TINY)
+    q = q / jnp.maximum(largest(q, 1, keepdims=True), TINY)
     return q / jnp.maximum(jnp.sqrt(jnp.square(q).sum(1, keepdims=True)), TINY)
 
 
@@ -144,7 +145,7 @@ def orthonormal(p: jax.Array) -> jax.Array:
 
     Gram-Schmidt, each column twice ("twice is enough", Giraud et al. 2005): no LAPACK, the same bits on every replica.
     """
-    p = p / jnp.maximum(jnp.abs(p).max((1, 2), keepdims=True), TINY)
+    p = p / jnp.maximum(largest(p, (1, 2), keepdims=True), TINY)
 
     def column(j: jax.Array, basis: jax.Array) -> jax.Array:
         v = given = lax.dynamic_slice_in_dim(p, j, 1, axis=2)

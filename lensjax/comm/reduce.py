@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lensjax._errors import CodecError
+from lensjax.comm import given
+from lensjax.comm.codec import Exact
+from lensjax.comm.derivative import no_derivative
+from lensjax.comm.given import Axes
 from lensjax.comm.group import Group
-from lensjax.comm.layout import BUCKET, Codecs, Layout, Leaf, layout
-
-Axes = str | Sequence[str]
+from lensjax.comm.layout import BUCKET, Bucket, Codecs, Layout, Leaf, layout
 
 
 def all_reduce(
@@ -33,13 +34,19 @@ def all_reduce(
     bucket: bytes (of float32) that travel together
 
     Every replica gets the same bits. A NaN or an infinity in any replica is non-finite on all of them, and then the
-    state of its bucket stays as it was. Sums are kept in float32 (float64 only by "exact"), results have x's types.
+    state of its bucket stays as it was. Sums are kept in float32 (float64 only by "exact"), results have x's types:
+    a float64 beyond float32's range is an infinity to any other codec, and its total not finite. Integers and complex
+    numbers are summed exactly, whatever the codec.
+    It is for gradients, and has no derivative itself: differentiating through it raises CodecError ("exact" has one,
+    that of `jax.lax.psum`).
     Under `check_vma=True` differentiate with respect to parameters that vary over the axes (`lax.pcast`): the gradient
     of a replicated one is summed already, and this would multiply it by the number of replicas.
-    Raises CodecError for unknown codecs, a missing or foreign state, and types that cannot be summed.
+    Raises CodecError for unknown codecs and axes, axes that are both slow and fast, a missing or foreign state, what is
+    no array, and types that cannot be summed.
     """
-    group = Group(_sizes(axis), _sizes(inner))
-    leaves = [Leaf(path, _struct(v), v.shape, group) for path, v in _paths(x)]
+    group = Group(given.mapped_sizes(axis), given.mapped_sizes(inner, "inner"))
+    given.apart(group.axes, [a for a, _ in group.fast])
+    leaves = [Leaf(path, _struct(v), v.shape, group) for path, v in given.leaves(x)]
     return _run(x, layout(leaves, codec, bucket), state)
 
 
@@ -57,11 +64,13 @@ def reduce_stacked(
             member sends a part of it, and the parts are gathered in full precision.
     codec, state, bucket: as in `all_reduce`; the state is what `init_state` made with the same arguments
 
-    Returns totals sharded by `spec`, the same bits on every replica.
+    Returns totals sharded by `spec`, the same bits on every replica. Not inside a `jax.shard_map`: `all_reduce` is for
+    there. Like it this has no derivative.
     """
-    names = _names(axes)
+    given.not_mapped(mesh, "reduce_stacked", "all_reduce")
+    names = given.mesh_axes(mesh, axes)
     members = math.prod(mesh.shape[a] for a in names)
-    for path, v in _paths(x):
+    for path, v in given.leaves(x):
         if not v.ndim or v.shape[0] != members:
             raise CodecError(
                 f"{path or 'x'} has the shape {v.shape}",
@@ -69,7 +78,9 @@ def reduce_stacked(
             )
     whole = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
     made = reduction(whole, mesh=mesh, spec=spec, axes=axes, inner=inner, codec=codec, bucket=bucket)
-    specs = _specs(whole, spec)
+    if state is not None:
+        given.same_state(state, _rows(made, mesh.size), "init_state")
+    specs = given.specs(whole, spec)
     devices = P(tuple(mesh.axis_names))
     treedef = jax.tree.structure(x)
     stacked = jax.tree.unflatten(treedef, [P(names, *s) for s in specs])
@@ -85,54 +96,56 @@ def reduce_stacked(
 
 
 def reduction(
-    x: Any, *, mesh: Any, spec: Any, axes: Axes, codec: Codecs = "int8", inner: Axes = (), bucket: int = BUCKET,
-    partial: bool = False,
+    x: Any, *, mesh: Any, spec: Any, axes: Axes | None = None, codec: Codecs = "int8", inner: Axes = (),
+    bucket: int = BUCKET, partial: bool = False, axis: Axes | None = None,
 ) -> Layout:  # fmt: skip
     """What a reduction of the tree `x` (of arrays or ShapeDtypeStructs: totals, not stacked) sends and remembers.
 
-    The other arguments are those of `reduce_stacked`. With `partial=True` it describes an `all_reduce` by hand, where
-    x is a partial sum over `inner` too (`spec`: how one replica's values are split over the other axes).
+    The other arguments are those of `reduce_stacked`; `axes` may be called `axis`, as in `all_reduce`. With
+    `partial=True` it describes an `all_reduce` by hand, where x is a partial sum over `inner` too (`spec`: how
+    one replica's values are split over the other axes). Raises CodecError.
     """
     sizes = dict(mesh.shape)
-    names, fast = _names(axes), _names(inner)
-    for a in (*names, *fast):
-        if a not in sizes:
-            raise CodecError(f"the mesh has no axis {a!r}", hint=f"axes: {', '.join(sizes)}")
+    names, fast = given.mesh_axes(mesh, given.either(axes, axis)), given.mesh_axes(mesh, inner, "inner")
+    given.apart(names, fast)
     leaves = []
-    for (path, v), s in zip(_paths(x), _specs(x, spec)):
-        split = [_names(part) if part is not None else () for part in s]
+    for (path, v), s in zip(given.leaves(x), given.specs(x, spec)):
+        split = given.split_of(path, v.shape, s, sizes)
         used = {a for part in split for a in part}
         if clash := used & set(names) or (used & set(fast) if partial else set()):
             raise CodecError(
                 f"{path or 'the value'} is split by {s}, which names {', '.join(sorted(clash))}: it is summed over it",
                 hint="a total that is split over its replicas is a reduce-scatter (lensjax.comm.reduce_scatter)",
             )
-        local = []
-        for d, size in enumerate(v.shape):
-            parts = math.prod(sizes[a] for a in (split[d] if d < len(split) else ()))
-            if size % parts:
-                raise CodecError(f"{path or 'the value'}: {parts} shards do not divide dimension {d} of {v.shape}")
-            local.append(size // parts)
+        local = tuple(n // math.prod(sizes[a] for a in part) for n, part in zip(v.shape, split))
         group = Group(
             tuple((a, sizes[a]) for a in names), tuple((a, sizes[a]) for a in fast if a not in used), not partial
         )
-        leaves.append(Leaf(path, jax.ShapeDtypeStruct(v.shape, v.dtype), tuple(local), group))
+        leaves.append(Leaf(path, _struct(v), local, group))
     return layout(leaves, codec, bucket)
 
 
-def state_shapes(x: Any, *, mesh: Any, **how: Any) -> Any:
+def state_shapes(
+    x: Any, *, mesh: Any, spec: Any, axes: Axes | None = None, codec: Codecs = "int8", inner: Axes = (),
+    bucket: int = BUCKET, partial: bool = False, axis: Axes | None = None,
+) -> Any:  # fmt: skip
     """The state of a reduction as ShapeDtypeStructs with shardings, for checkpoints; arguments as in `reduction`.
 
     A tuple with a dictionary for each bucket (empty for a codec without memory), of arrays [devices, n] split over all
     axes of the mesh: each device has a row of its own.
     """
+    how = dict(spec=spec, axes=axes, codec=codec, inner=inner, bucket=bucket, partial=partial, axis=axis)
     made, sharding = reduction(x, mesh=mesh, **how), NamedSharding(mesh, P(tuple(mesh.axis_names)))
     shape = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype, sharding=sharding)
     return jax.tree.map(shape, made.init())
 
 
-def init_state(x: Any, *, mesh: Any, **how: Any) -> Any:
+def init_state(
+    x: Any, *, mesh: Any, spec: Any, axes: Axes | None = None, codec: Codecs = "int8", inner: Axes = (),
+    bucket: int = BUCKET, partial: bool = False, axis: Axes | None = None,
+) -> Any:  # fmt: skip
     """The first state of a reduction, sharded from birth; arguments as in `reduction`."""
+    how = dict(spec=spec, axes=axes, codec=codec, inner=inner, bucket=bucket, partial=partial, axis=axis)
     made = reduction(x, mesh=mesh, **how).init()
     sharding = NamedSharding(mesh, P(tuple(mesh.axis_names)))
 
@@ -143,8 +156,12 @@ def init_state(x: Any, *, mesh: Any, **how: Any) -> Any:
     return jax.tree.map(rows, made)
 
 
-def wire_bytes(x: Any, *, mesh: Any, **how: Any) -> int:
+def wire_bytes(
+    x: Any, *, mesh: Any, spec: Any, axes: Axes | None = None, codec: Codecs = "int8", inner: Axes = (),
+    bucket: int = BUCKET, partial: bool = False, axis: Axes | None = None,
+) -> int:  # fmt: skip
     """Bytes that one device sends over the slow axes per reduction; arguments as in `reduction`."""
+    how = dict(spec=spec, axes=axes, codec=codec, inner=inner, bucket=bucket, partial=partial, axis=axis)
     return reduction(x, mesh=mesh, **how).wire_bytes
 
 
@@ -155,13 +172,18 @@ def _run(x: Any, made: Layout, state: Any) -> tuple[Any, Any]:
     rows = _local_state(made, state)
     new = []
     for bucket, row in zip(made.buckets, rows):
-        given = [leaves[i].astype(bucket.dtype) for i in bucket.leaves]
-        totals, row = bucket.codec.reduce(given, bucket.group, row)
+        values = [leaves[i].astype(bucket.dtype) for i in bucket.leaves]
+        totals, row = _reduced(bucket, values, row)
         for i, total in zip(bucket.leaves, totals):
             out[i] = total.astype(leaves[i].dtype)
         new.append({name: a[None] for name, a in row.items()})
     total = jax.tree.unflatten(treedef, out)
     return total, state if state is None else tuple(new)
+
+
+def _reduced(bucket: Bucket, values: list[jax.Array], row: Mapping[str, Any]) -> tuple[list[jax.Array], Any]:
+    run = lambda values, row: bucket.codec.reduce(values, bucket.group, row)
+    return (run if isinstance(bucket.codec, Exact) else no_derivative(run, bucket.codec))(values, row)
 
 
 def _local_state(made: Layout, state: Any) -> list[dict[str, jax.Array]]:
@@ -174,41 +196,14 @@ def _local_state(made: Layout, state: Any) -> list[dict[str, jax.Array]]:
                 hint="state = lensjax.comm.init_state(shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
             )
         return [{} for _ in wanted]
-    expected = jax.tree.map(lambda a: (1, *a.shape), wanted)
-    found = jax.tree.map(lambda a: a.shape, state)
-    if found != expected:
-        raise CodecError(
-            f"the state is not this reduction's: local shapes {found}, expected {expected}",
-            hint="the codec, the mesh, the bucket size and the leaves are those that init_state was called with",
-        )
+    given.same_state(state, _rows(made, 1), "init_state")
     return [{name: a[0] for name, a in row.items()} for row in state]
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _sizes(axes: Axes) -> tuple[tuple[str, int], ...]:
-    return tuple((a, lax.axis_size(a)) for a in _names(axes))
+def _rows(made: Layout, devices: int) -> Any:
+    """The state of so many devices, a row each."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((devices, *a.shape), a.dtype), made.init())
 
 
 def _struct(v: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.shape, v.dtype)
-
-
-def _paths(x: Any) -> list[tuple[str, Any]]:
-    found, _ = jax.tree.flatten_with_path(x)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), v) for path, v in found]
-
-
-def _specs(x: Any, spec: Any) -> list[P]:
-    """A spec for each leaf of x, from a prefix of its tree."""
-    is_spec = lambda s: isinstance(s, P) or _plain(s)
-    spread = jax.tree.map(lambda s, part: jax.tree.map(lambda _: P(*s), part), spec, x, is_leaf=is_spec)
-    return jax.tree.leaves(spread, is_leaf=lambda s: isinstance(s, P))
-
-
-def _plain(spec: Any) -> bool:
-    """Whether this is a spec as a plan writes it: a tuple with None, an axis or a tuple of axes for each dimension."""
-    axes = lambda d: d is None or isinstance(d, str) or (type(d) is tuple and all(isinstance(a, str) for a in d))
-    return type(spec) is tuple and all(axes(d) for d in spec)

@@ -30,7 +30,16 @@ def codecs() -> dict[str, type[Codec]]:
 
 def parse_codec(spec: str | Codec) -> Codec:
     """The codec that a name and its parameters mean; a codec as it is. Raises CodecError."""
-    return spec if isinstance(spec, Codec) else _parse(spec)
+    if isinstance(spec, Codec):
+        return spec
+    if not isinstance(spec, str):
+        found = f"the class {spec.__name__}" if isinstance(spec, type) else repr(spec)
+        raise CodecError(
+            f"codec is {found}",
+            hint="a codec is a name ('int8:256'), an instance (lensjax.comm.Int8(256)) or, for a tree, a function "
+            "(path, shape) -> either, such as lensjax.comm.Policy('int8')",
+        )
+    return _parse(spec)
 
 
 @functools.cache

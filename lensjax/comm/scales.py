@@ -33,15 +33,24 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def scale_bits(largest: jax.Array, levels: float) -> jax.Array:
-    """The scale of each block, as bfloat16 bits, such that `largest` is `levels` steps, and decoding cannot overflow.
+def largest(x: jax.Array, axis: int | tuple[int, ...] = -1, keepdims: bool = False) -> jax.Array:
+    """The largest absolute value of each block; NaN for one that holds a NaN or an infinity anywhere.
 
-    NaN for a block that holds a NaN or an infinity: all of it then decodes to NaN. A block of zeros (or of numbers too
-    small for a scale) has the scale 1.
+    Asked apart: XLA:CPU's maximum over rows loses a NaN that is not in the last place.
+    """
+    finite = jnp.isfinite(x).all(axis, keepdims=keepdims)
+    return jnp.where(finite, jnp.abs(x).max(axis, keepdims=keepdims), jnp.nan)
+
+
+def scale_bits(top: jax.Array, levels: float) -> jax.Array:
+    """The scale of each block, as bfloat16 bits, such that `top` is `levels` steps, and decoding cannot overflow.
+
+    top: what `largest` finds, NaN for a block that holds a NaN or an infinity: all of it then decodes to NaN. A block
+    of zeros (or of numbers too small for a scale) has the scale 1.
     """
     limit = np.float32(LARGEST / levels)
     limit = (limit.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # a bfloat16 that is not larger
-    scale = jnp.where(jnp.isfinite(largest), jnp.minimum(largest / levels, limit), jnp.nan)
+    scale = jnp.where(jnp.isfinite(top), jnp.minimum(top / levels, limit), jnp.nan)
     return bf16_bits(jnp.where(scale < TINY, 1.0, scale))
 
 

@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lensjax._errors import CodecError
+from lensjax.comm import given
 from lensjax.comm.codec import Codec, VectorCodec
+from lensjax.comm.given import Axes
 from lensjax.comm.group import Group, padded
 from lensjax.comm.layout import BUCKET, Codecs, buckets, codec_of
-from lensjax.comm.reduce import Axes, _names, _paths, _specs
 from lensjax.comm.two_hop import to_owner
 
 
@@ -64,7 +65,7 @@ class Scatter:
         """This device's parts of the totals, inside a region that is manual over all axes (`everywhere`)."""
         members, made = self.group.members, []
         for x, (_, d, _), n in zip(values, self.leaves, self.rows()):
-            rows = jnp.moveaxis(x.astype(_wide(x.dtype)), d, 0).reshape(members, -1)
+            rows = jnp.moveaxis(x.astype(wide(x.dtype)), d, 0).reshape(members, -1)
             made.append(jnp.pad(rows, ((0, 0), (0, n - rows.shape[1]))))
         flat = jnp.concatenate(made, 1)
         if self.code is None:
@@ -92,7 +93,7 @@ def kept(owned: jax.Array, new: jax.Array, old: jax.Array, axes: tuple[str, ...]
 def behind(spec: Any, axes: tuple[str, ...]) -> int | None:
     """The dimension that a spec splits over these axes, innermost and in their order; None where there is none such."""
     for d, entry in enumerate(spec):
-        names = _names(entry) if entry is not None else ()
+        names = _names(entry)
         if names[-len(axes) :] == axes:
             return d
     return None
@@ -102,21 +103,20 @@ def scatter(
     x: Any, *, mesh: Any, spec: Any, axes: Axes, codec: Codecs = "int8", bucket: int = BUCKET
 ) -> tuple[Scatter, ...]:
     """What a `scatter_stacked` of totals `x` sends and remembers; arguments as there (x: shapes, not stacked)."""
-    sizes, names = dict(mesh.shape), _names(axes)
+    sizes, names = dict(mesh.shape), given.mesh_axes(mesh, axes)
     group = Group(tuple((a, sizes[a]) for a in names))
-    found = []
-    for i, ((path, v), s) in enumerate(zip(_paths(x), _specs(x, spec))):
+    found, leaves = [], given.leaves(x)
+    for i, ((path, v), s) in enumerate(zip(leaves, given.specs(x, spec))):
+        split = given.split_of(path, v.shape, s, sizes)
         d = behind(s, names)
         if d is None:
             raise CodecError(
                 f"{path or 'the value'} is split by {s}; no dimension of it is split over {', '.join(names)} innermost",
                 hint="as in P(('gpu', 'node')): the fast axes first",
             )
-        local = []
-        for n, entry in zip(v.shape, (*s, *[None] * v.ndim)):
-            local.append(n // math.prod(sizes[a] for a in _without(entry, names) or ()))
-        found.append((i, d, tuple(local), codec_of(path, v, codec)))
-    keys = [(c, _wide(v.dtype)) for (_, _, _, c), (_, v) in zip(found, _paths(x))]
+        local = tuple(n // math.prod(sizes[a] for a in part if a not in names) for n, part in zip(v.shape, split))
+        found.append((i, d, local, codec_of(path, v, codec)))
+    keys = [(c, wide(v.dtype)) for (_, _, _, c), (_, v) in zip(found, leaves)]
     limits = [math.prod(shape) * 4 for _, _, shape, _ in found]
     return tuple(Scatter(keys[b[0]][0], group, tuple(found[i][:3] for i in b)) for b in buckets(keys, limits, bucket))
 
@@ -132,16 +132,32 @@ def scatter_stacked(
     codec: those that are no message (PowerSGD, "exact") sum in float32
     state, bucket: as in `reduce_stacked`; the state is what `scatter_state` has the shapes of
 
-    Every value is rounded once, by its sender. Raises CodecError for a spec that cannot be cut so.
+    Every value is rounded once, by its sender. It has no derivative, except by "exact". Raises CodecError for a spec
+    that cannot be cut so.
     """
-    names = _names(axes)
+    given.not_mapped(mesh, "scatter_stacked", "reduce_scatter")
+    names = given.mesh_axes(mesh, axes)
+    members = math.prod(mesh.shape[a] for a in names)
+    for path, v in given.leaves(x):
+        if not v.ndim or v.shape[0] != members:
+            raise CodecError(
+                f"{path or 'x'} has the shape {v.shape}",
+                hint=f"its first dimension is one for each of {members} replicas",
+            )
     whole = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
     made = scatter(whole, mesh=mesh, spec=spec, axes=axes, codec=codec, bucket=bucket)
-    specs, treedef = _specs(whole, spec), jax.tree.structure(x)
+    specs, treedef = given.specs(whole, spec), jax.tree.structure(x)
     devices = P(tuple(mesh.axis_names))
     rows = tuple({} for _ in made) if state is None else state
-    if any(m.init().keys() != row.keys() for m, row in zip(made, rows, strict=True)):
-        raise CodecError("the state is not this reduction's", hint="its shapes are those of scatter_state")
+    wanted = tuple(dict(m.init()) for m in made)
+    if state is None and any(wanted):
+        name = next(str(m.codec) for m, w in zip(made, wanted) if w)
+        raise CodecError(
+            f"{name} remembers what it could not send, and no state was given",
+            hint="start with zeros of the shapes of lensjax.comm.scatter_state; or feedback=0",
+        )
+    given.same_state(rows, jax.tree.map(lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype), wanted),
+                     "scatter_state")  # fmt: skip
 
     def local(values: list[Any], rows: Any) -> tuple[list[Any], Any]:
         out, new = list(values), []
@@ -162,19 +178,24 @@ def scatter_stacked(
     return jax.tree.unflatten(treedef, out), state if state is None else rows
 
 
-def scatter_state(x: Any, *, mesh: Any, **how: Any) -> Any:
+def scatter_state(x: Any, *, mesh: Any, spec: Any, axes: Axes, codec: Codecs = "int8", bucket: int = BUCKET) -> Any:
     """The state of a `scatter_stacked` as ShapeDtypeStructs with shardings: a dictionary a bucket of arrays
     [devices, n]; arguments as in `scatter`."""
+    made = scatter(x, mesh=mesh, spec=spec, axes=axes, codec=codec, bucket=bucket)
     sharding = NamedSharding(mesh, P(tuple(mesh.axis_names)))
     shape = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype, sharding=sharding)
-    return tuple(jax.tree.map(shape, dict(s.init())) for s in scatter(x, mesh=mesh, **how))
+    return tuple(jax.tree.map(shape, dict(s.init())) for s in made)
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """The type in which values of this one are summed."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
 
 
 def _without(entry: Any, axes: tuple[str, ...]) -> Any:
-    left = tuple(a for a in (_names(entry) if entry is not None else ()) if a not in axes)
-    return left or None
+    return tuple(a for a in _names(entry) if a not in axes) or None
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes in an entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lensjax.comm.derivative import no_derivative
+
 if TYPE_CHECKING:
     from lensjax.comm.codec import State, VectorCodec
     from lensjax.comm.group import Group
@@ -30,7 +32,7 @@ def two_hop(vector: jax.Array, codec: VectorCodec, group: Group, state: State) -
     owned, sent = to_owner(vector, first, group, state.get("sent"))
     if "owned" in state:
         owned = owned + state["owned"]
-    message = second.encode(owned)
+    message = coded(owned, second)
     total = second.decode(gather_codes(message, group.axes)).reshape(-1)
     if not state:
         return total, state
@@ -44,12 +46,17 @@ def to_owner(
     """The first hop: [replicas x n] -> the sum of the row that this replica owns, [n], and the next residual."""
     if residue is not None:
         vector = vector + residue
-    message = codec.encode(vector.reshape(group.members, -1))
+    message = coded(vector.reshape(group.members, -1), codec)
     arrived = exchange_codes(message, group.axes)
     owned = codec.decode(arrived).sum(0)
     if residue is None:
         return owned, vector
     return owned, residual(residue, vector, codec.decode(message).reshape(-1), codec.feedback)
+
+
+def coded(x: jax.Array, codec: VectorCodec) -> jax.Array:
+    """The message of x."""
+    return no_derivative(codec.encode, codec)(x)
 
 
 # XLA may move a conversion over a collective, and send what was decoded: the barriers keep the codes on the wire.
