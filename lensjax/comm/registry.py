@@ -2,7 +2,7 @@
 
 A name is followed by parameters, each after a colon: values in the order of the dataclass's fields, a field's own name
 for a flag that is turned on, or `field=value`. A package adds codecs of its own under the entry point group
-`lensjax.codecs`; an instance can be used anywhere a name can.
+`lensjax.codecs`; by hand, outside of plans, an instance can be used anywhere a name can.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def _parse(spec: str) -> Codec:
     name, *words = spec.split(":")
     kind = _BUILT_IN.get(name) or codecs().get(name)
     if kind is None:
-        raise CodecError(f"there is no codec {name!r}", hint=f"codecs: {', '.join(sorted(codecs()))}")
+        raise CodecError(
+            f"there is no codec {name!r}",
+            hint=f"codecs: {', '.join(sorted(codecs()))}; a package adds one under the entry point group {GROUP!r}",
+        )
     fields = {f.name: f for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     given: dict[str, Any] = {}
     order = list(fields)

@@ -87,6 +87,17 @@ def _member() -> bool:
     return _jax.coordination() is not None
 
 
+def unconnected() -> list[str]:
+    """What to tell the user of a process that `lensjax launch` started and that trains by itself; nothing elsewhere."""
+    count = os.environ.get(COUNT, "")
+    if _member() or not count.isdigit() or int(count) < 2:
+        return []
+    return [
+        f"this is process {os.environ.get(RANK, '?')} of {count} that `lensjax launch` started, and it runs alone: "
+        "call lensjax.connect() before anything of JAX"
+    ]
+
+
 def _where(coordinator: str | None, processes: int | None, process: int | None) -> tuple[Any, Any, Any]:
     """(address of process 0, number of processes, this one), as given, as `lensjax launch` says, or as JAX finds."""
     given = {"coordinator": coordinator, "processes": processes, "process": process}

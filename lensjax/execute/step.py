@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from lensjax.execute.out_of_memory import ran_out, told
 from lensjax.execute.place import device_mesh, place
 from lensjax.execute.planned import Planned
 from lensjax.execute.planning import Options, agreed_plan, cluster_for
+from lensjax.execute.processes import unconnected
 from lensjax.execute.state import abstract_values, made_shapes, state_shardings
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program, analyze
@@ -240,6 +242,9 @@ class Step(Copied, Planned):
     def _plan(self, program: Program) -> Plan:
         """The plan for a program; made once, and kept for every later shape."""
         if self._choice is None:
+            for alone in unconnected():
+                self.notices.append(alone)
+                warnings.warn(alone, RuntimeWarning, stacklevel=2)
             self._choice = agreed_plan(program, self._options, getattr(self._fn, "__name__", "step"))
             self._program = program
         elif self._program is not None:

@@ -19,7 +19,7 @@ from lensjax.passes.reduce import Arrays, Reducer, Specs, exact
 from lensjax.passes.shardings import partition_spec
 from lensjax.passes.share_layout import without
 from lensjax.passes.share_sizes import slow_axes
-from lensjax.plan.plan import Plan, Reduce
+from lensjax.plan.plan import Plan, Reduce, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,20 @@ class Compressed:
             self.policy.check(sorted(set(paths)))
         except CodecError as e:
             raise PlanError(f"field '{self.field}.pins' of the plan: {e.message}", hint=e.hint) from e
+
+    def check_used(self, totals: Mapping[str, tuple[Any, Spec]], axes: tuple[str, ...]) -> None:
+        """`totals`: {name: (type, spec)}. Raises PlanError for a codec that codes whole totals only, where every
+        gradient that it is for stays split over `axes`: all of them would cross exactly."""
+        codecs = {n: self.codec(n, x) for n, (x, _) in totals.items()}
+        coded = {n for n, codec in codecs.items() if not isinstance(codec, comm.VectorCodec | comm.Exact)}
+        if coded and all(comm.behind(totals[n][1], axes) is not None for n in coded):
+            one = codecs[min(coded)]
+            raise PlanError(
+                f"field '{self.field}.codec' of the plan is {one}, which needs whole gradients; under this plan each "
+                f"device keeps its part of them along {', '.join(axes)}, and they would cross exactly",
+                hint="int8 or int4; or a plan whose optimizer state is whole over these axes (hsdp, dp)",
+                code="codec",
+            )
 
     def codec(self, path: str, leaf: jax.ShapeDtypeStruct) -> comm.Codec:
         """The codec of a gradient; a tensor that is used in several places may have several ("path#2")."""

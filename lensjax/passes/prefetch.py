@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.extend import core as jcore
 
 from lensjax import _jax
+from lensjax.passes.recompute_copy import HOST
 from lensjax.program.edit import Builder, all_equations, bodies, is_var, map_bodies, splice
 
 LEAST = 2  # trips: one layer has no other to travel beside
@@ -122,6 +123,8 @@ def _stays(eqn: Any) -> str:
         return f"in a loop with effects{where}: its last trip would leave it"
     if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars[_jax.scan_split(eqn)[1] :]):
         return f"in a loop that stacks random keys{where}: they cannot be written one by one"
+    if any(HOST in e.params.get("devices", ()) for body in bodies(eqn) for e in all_equations(body)):
+        return f"in a loop that keeps values in the host's memory{where}: they are written in its own trips only"
     if not _apart(eqn).fetched:
         return f"in a loop whose trips share them{where}: no trip has weights of its own"
     return ""

@@ -1,9 +1,8 @@
 """A step as shares of its batch: over nodes, over micro-batches, or both; then one reduction and one update.
 
 nodes           the share of each group of devices stands side by side along a leading dimension that is split over
-                the slow mesh axes (the share program under `jax.vmap(spmd_axis_name=...)`, everything else
-                automatic); that dimension is reduced at the end. Totals that a share needs before it is done are
-                reduced in place.
+                the slow mesh axes (`jax.vmap(spmd_axis_name=...)`, everything else automatic); that dimension is
+                reduced at the end, totals that a share needs before it is done where they stand.
 scanned layers  where the plan says `inside`, their gradients cross in the backward loop (see `share_layers`), of
                 micro-batches in that of the last one, which is a program of its own then.
 micro-batches   the same over all axes that split the batch, in a loop: each device adds up its own partial values,
@@ -57,8 +56,7 @@ def shares(
 
 @dataclasses.dataclass(frozen=True)
 class Sized:
-    """The share program at one size (examples, in the units of `Sizes`). `moved`: the gradients that are totals when it
-    is done."""
+    """The share program of `size` examples (see `Sizes`). `moved`: the gradients that are totals when it is done."""
 
     size: int
     program: Hoisted
@@ -202,6 +200,8 @@ class Shares:
         if not isinstance(self.reduce, Compressed):
             return {}
         one = self.passes[-1]
+        every = {n: (c.var.aval, self.total_spec(c)) for n, c in self._names(one.wanted).items()}
+        self.reduce.check_used(every, self.sizes.slow)
         last = self._names(self._left(one))
         totals = {n: jax.ShapeDtypeStruct(shape_of(c.var), self._reduced_type(c)) for n, c in last.items()}
         specs = {n: self.total_spec(c) for n, c in last.items()}

@@ -204,7 +204,7 @@ def _spread(eqn: Any, group: Group, rows: dict[Any, int]) -> None:
     for s in group.slots:
         v = s.of(eqn)
         if is_var(v) and rows.setdefault(v, s.dim) != s.dim:
-            raise Mixes(eqn, "reads the rows in two dimensions of one value")
+            raise Mixes(eqn, "reads the positions in two dimensions of one value")
 
 
 def _check(eqn: Any, found: Sequence[Group] | None, rows: dict[Any, int], sums: set[Any]) -> None:
@@ -215,8 +215,8 @@ def _check(eqn: Any, found: Sequence[Group] | None, rows: dict[Any, int], sums: 
     ruled = {s: g for g in found or () for s in g.slots}
     for slot in held:
         if slot not in ruled or ruled[slot].kind == MIXED:
-            raise Mixes(eqn, "does not keep the rows apart")
+            raise Mixes(eqn, "mixes positions")
         if ruled[slot].kind == SUMMED:
             sums.update(eqn.outvars)
         elif not all(s in held for s in ruled[slot].slots if is_var(s.of(eqn))):
-            raise Mixes(eqn, "reads the rows in two dimensions of one value")
+            raise Mixes(eqn, "reads the positions in two dimensions of one value")

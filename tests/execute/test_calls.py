@@ -232,3 +232,13 @@ def test_calls_do_not_run_far_ahead_of_emulated_devices():
     assert all(ready[CALLS - 1 :: CALLS]) and not all(ready)  # the others return before they have run
     alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",))
     assert not ahead(alone).bounded
+
+
+def test_a_process_that_was_launched_and_does_not_connect_is_told(monkeypatch):
+    """Each would train by itself, on its own devices, and nobody would see it."""
+    monkeypatch.setenv("LENSJAX_PROCESSES", "2")
+    monkeypatch.setenv("LENSJAX_PROCESS", "1")
+    made = lensjax.parallelize(lambda w, x: w - jax.grad(lambda w: ((x @ w) ** 2).mean())(w), cluster="cpu:8")
+    with pytest.warns(RuntimeWarning, match=r"process 1 of 2 .*lensjax.connect"):
+        made(jnp.ones((4, 2)), jnp.ones((8, 4)))
+    assert any("runs alone" in note for note in made.notices)

@@ -275,3 +275,18 @@ def test_compiled_for_h100(spec, text, tmp_path, monkeypatch):
         assert found == pytest.approx(planned, rel=0.02), tier
     assert a.peak.bytes == pytest.approx(proofs[1].predicted.peak_bytes, rel=0.1)
     assert a.peak.bytes <= b.peak.bytes + 2 * 2**20 * 8  # a layer's weights, twice
+
+
+def test_loops_that_keep_values_on_the_host_stay():
+    """Their stacks are in another memory: rows are written there by the loop itself only."""
+
+    def step(params, x):
+        layer = lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None)
+        grads = jax.grad(lambda p: jnp.square(jax.lax.scan(layer, x, p)[0]).mean())(params)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    on = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = analyze(step, ({"up": on(3, 128, 128), "down": on(3, 128, 128)}, on(32, 4, 128)))
+    plan = preset("fsdp:again=8", program, 8, tier_of=tier_names(Cluster.parse("dgx-h100:1")))
+    notes = emit(program, plan.replace(prefetch=True, layers={"*": "offload"}), abstract_mesh(plan)).notes
+    assert "not gathered ahead in a loop that keeps values in the host's memory" in " ".join(notes)

@@ -310,3 +310,15 @@ def test_a_pattern_of_compress_that_matches_nothing_is_refused():
     made = lensjax.parallelize(step, cluster=MACHINE, compress={"*/nothing/*": "exact", "*": "int8"})
     with pytest.raises(PlanError, match=r"compress: .*nothing"):
         made.plan_for(init(jax.random.key(0)), batch())
+
+
+def test_a_codec_of_whole_gradients_is_refused_where_each_device_keeps_a_part():
+    """PowerSGD makes factors of totals; where the optimizer keeps parts over the slow axis they would cross exactly."""
+    made = lensjax.parallelize(step, cluster=MACHINE, plan="fsdp")
+    plan = made.plan_for(init(jax.random.key(0)), batch())
+    slow = {SLOW: Reduce("powersgd:4")}
+    with pytest.raises(PlanError, match="needs whole gradients"):
+        lensjax.parallelize(step, cluster=MACHINE, plan=plan.replace(reduce=slow))(init(jax.random.key(0)), batch())
+    said = lensjax.parallelize(step, cluster=MACHINE, plan="fsdp", compress="powersgd:4")
+    said.plan_for(init(jax.random.key(0)), batch())
+    assert "needs whole gradients" in said.explain() and not said.plan.reduce
