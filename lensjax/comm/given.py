@@ -89,6 +89,18 @@ def leaves(x: Any, what: str = "x") -> list[tuple[str, Any]]:
     return found
 
 
+def totals(x: Any, members: int) -> Any:
+    """The shapes of the totals of a tree of stacked values, whose first dimension is one for each of `members`
+    replicas. Raises CodecError where it is not."""
+    for path, v in leaves(x):
+        if not v.ndim or v.shape[0] != members:
+            raise CodecError(
+                f"{path or 'x'} has the shape {v.shape}",
+                hint=f"its first dimension is one for each of {members} replicas",
+            )
+    return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
+
+
 def array(v: Any, what: str) -> None:
     """Refuses what is no array of numbers."""
     if not hasattr(v, "shape") or not hasattr(v, "dtype"):

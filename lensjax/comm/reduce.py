@@ -69,14 +69,7 @@ def reduce_stacked(
     """
     given.not_mapped(mesh, "reduce_stacked", "all_reduce")
     names = given.mesh_axes(mesh, axes)
-    members = math.prod(mesh.shape[a] for a in names)
-    for path, v in given.leaves(x):
-        if not v.ndim or v.shape[0] != members:
-            raise CodecError(
-                f"{path or 'x'} has the shape {v.shape}",
-                hint=f"its first dimension is one for each of {members} replicas",
-            )
-    whole = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
+    whole = given.totals(x, math.prod(mesh.shape[a] for a in names))
     made = reduction(whole, mesh=mesh, spec=spec, axes=axes, inner=inner, codec=codec, bucket=bucket)
     if state is not None:
         given.same_state(state, _rows(made, mesh.size), "init_state")

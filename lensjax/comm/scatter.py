@@ -137,14 +137,7 @@ def scatter_stacked(
     """
     given.not_mapped(mesh, "scatter_stacked", "reduce_scatter")
     names = given.mesh_axes(mesh, axes)
-    members = math.prod(mesh.shape[a] for a in names)
-    for path, v in given.leaves(x):
-        if not v.ndim or v.shape[0] != members:
-            raise CodecError(
-                f"{path or 'x'} has the shape {v.shape}",
-                hint=f"its first dimension is one for each of {members} replicas",
-            )
-    whole = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
+    whole = given.totals(x, math.prod(mesh.shape[a] for a in names))
     made = scatter(whole, mesh=mesh, spec=spec, axes=axes, codec=codec, bucket=bucket)
     specs, treedef = given.specs(whole, spec), jax.tree.structure(x)
     devices = P(tuple(mesh.axis_names))
