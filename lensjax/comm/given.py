@@ -198,6 +198,11 @@ def split_of(path: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int])
     return split
 
 
+def rows(state: Any, devices: int) -> Any:
+    """The shapes of a state of so many devices, a row each, from that of one."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((devices, *a.shape), a.dtype), state)
+
+
 def same_state(state: Any, expected: Any, maker: str) -> None:
     """Refuses a state of other shapes or types than expected (a tree of ShapeDtypeStructs)."""
     told = lambda a: f"{a.dtype}{list(a.shape)}" if hasattr(a, "shape") and hasattr(a, "dtype") else repr(a)

@@ -72,7 +72,7 @@ def reduce_stacked(
     whole = given.totals(x, math.prod(mesh.shape[a] for a in names))
     made = reduction(whole, mesh=mesh, spec=spec, axes=axes, inner=inner, codec=codec, bucket=bucket)
     if state is not None:
-        given.same_state(state, _rows(made, mesh.size), "init_state")
+        given.same_state(state, given.rows(made.init(), mesh.size), "init_state")
     specs = given.specs(whole, spec)
     devices = P(tuple(mesh.axis_names))
     treedef = jax.tree.structure(x)
@@ -189,13 +189,8 @@ def _local_state(made: Layout, state: Any) -> list[dict[str, jax.Array]]:
                 hint="state = lensjax.comm.init_state(shapes, mesh=..., spec=..., axes=..., codec=...); or feedback=0",
             )
         return [{} for _ in wanted]
-    given.same_state(state, _rows(made, 1), "init_state")
+    given.same_state(state, given.rows(made.init(), 1), "init_state")
     return [{name: a[0] for name, a in row.items()} for row in state]
-
-
-def _rows(made: Layout, devices: int) -> Any:
-    """The state of so many devices, a row each."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((devices, *a.shape), a.dtype), made.init())
 
 
 def _struct(v: Any) -> jax.ShapeDtypeStruct:

@@ -149,8 +149,7 @@ def scatter_stacked(
             f"{name} remembers what it could not send, and no state was given",
             hint="start with zeros of the shapes of lensjax.comm.scatter_state; or feedback=0",
         )
-    given.same_state(rows, jax.tree.map(lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype), wanted),
-                     "scatter_state")  # fmt: skip
+    given.same_state(rows, given.rows(wanted, mesh.size), "scatter_state")
 
     def local(values: list[Any], rows: Any) -> tuple[list[Any], Any]:
         out, new = list(values), []

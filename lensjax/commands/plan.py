@@ -84,8 +84,9 @@ def run(args: argparse.Namespace) -> Result:
 
         title = f"{args.target} under {choice.plan.name} on {args.cluster}"
         draw(composition_of(program, choice.plan, cluster), args.picture, title, choice.memory)
-    data = _data(choice, seconds) | {"chunks": _chunked(proposal(program, choice))}
-    shown: tuple[Any, ...] = explanation(program, choice)
+    head = proposal(program, choice)
+    data = _data(choice, seconds) | {"chunks": _chunked(head)}
+    shown: tuple[Any, ...] = explanation(program, choice, head=head)
     if args.explain:
         data["tensor"] = [dataclasses.asdict(a) for a in alternatives(choice, args.explain)]
         shown = (*shown, explain_tensor(program, choice, args.explain))

@@ -53,7 +53,7 @@ def groups(program: Program, plan: Plan, cluster: Cluster) -> tuple[Group, ...]:
     kinds = ["inputs", "dots", *(["named"] if named else []), "offload"]
     tables = {kind: _merged(layers_at(program, plan.replace(layers={"*": kind}), shardings)) for kind in kinds}
     whole = _merged(layers_at(program, plan.replace(layers={"*": "keep"}), shardings))
-    share = _share(program, plan)
+    share = share_of(program, plan)
     found = []
     for name, first in tables["inputs"].items():
         if not first.again or not name:
@@ -72,7 +72,7 @@ def groups(program: Program, plan: Plan, cluster: Cluster) -> tuple[Group, ...]:
 
 def kept(program: Program, plan: Plan) -> dict[str, float]:
     """Bytes per device that one layer of each group keeps for its backward, at the level that the plan gives it."""
-    share = _share(program, plan)
+    share = share_of(program, plan)
     layers = _merged(layers_at(program, plan, resolve(program, plan)))
     return {name: sum(map(share, layer.kept)) for name, layer in layers.items()}
 
@@ -90,7 +90,7 @@ def _merged(layers: Sequence[Layer]) -> dict[str, Layer]:
     return found
 
 
-def _share(program: Program, plan: Plan) -> Callable[[Any], float]:
+def share_of(program: Program, plan: Plan) -> Callable[[Any], float]:
     """Bytes of a value on one device, as far as the plan's rules for activations say."""
     parts, rules = ways(plan, batch_axes(plan)), activation_rules(program, plan)
     if not rules:

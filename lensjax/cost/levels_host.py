@@ -7,6 +7,7 @@ written into, slice by slice, on the same side (xla/hlo/transforms/host_offloade
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lensjax.partition.data import Body, Node, Partitioned
@@ -36,10 +37,11 @@ def off_device(p: Partitioned) -> Host:
         return Host(p, 0.0, 0.0)
     state = [i for i, v in enumerate(p.body.arguments) if v in find.host]
     here = {p.body.arguments[i] for i in state}
-    again = {find.source(p.body, p.body.results[p.donated[i]]) for i in state if i in p.donated}
+    maker = {v: n for n in p.body.nodes for v in n.outputs}
+    again = {find.source(maker, p.body.results[p.donated[i]]) for i in state if i in p.donated}
     kept = sum(p.values[v].bytes for v in (*here, *(find.buffers - again - here)))
     out = sum(p.values[v].bytes * n for v, n in find.out.items() if v not in again)
-    back = sum(p.values[v].bytes * n for v, n in find.back.items() if find.source(p.body, v) not in here)
+    back = sum(p.values[v].bytes * n for v, n in find.back.items() if find.source(maker, v) not in here)
     waited = sum(p.values[v].bytes for v in (*here, *again))
     values = tuple(dataclasses.replace(x, bytes=0.0) if i in find.host else x for i, x in enumerate(p.values))
     return Host(dataclasses.replace(p, values=values), kept, max(out, back), waited)
@@ -67,9 +69,8 @@ class _Find:
         self.out: dict[int, int] = {}
         self.back: dict[int, int] = {}
 
-    def source(self, body: Body, value: int) -> int:
-        """Where a value of a body comes from, through barriers and copies back to the device."""
-        maker = {v: n for n in body.nodes for v in n.outputs}
+    def source(self, maker: Mapping[int, Node], value: int) -> int:
+        """Where a value comes from, through barriers and copies back to the device. `maker`: value -> node."""
         while (node := maker.get(value)) is not None:
             if node.name == "stablehlo.optimization_barrier":
                 value = node.inputs[node.outputs.index(value)]

@@ -133,8 +133,9 @@ class Parts:
     def _finish(self, fixed: list[Any], sums: list[Any], early: list[Any], outs: list[Any]) -> None:
         c, e = self.counted, self.emitted
         hidden = list(e.extra.values())
-        gone = [k for k, i in enumerate(c.fixed) if i in set(e.donated)]
-        kept = [k for k, i in enumerate(c.fixed) if i not in set(e.donated)]
+        donated = set(e.donated)
+        gone = [k for k, i in enumerate(c.fixed) if i in donated]
+        kept = [k for k, i in enumerate(c.fixed) if i not in donated]
         self.gone, self.kept, update = gone, kept, c.update()
 
         def update_state(given, held, sums, early, hidden):
@@ -212,9 +213,9 @@ class Parts:
 
     def _read(self, fixed: Sequence[Any], copies: Sequence[Any]) -> list[Any]:
         """What a share reads of the arguments without a batch: second copies in place of weights that have one."""
-        c, read = self.counted, list(fixed)
-        for i, x in zip(c.copied, copies, strict=True):
-            read[c.fixed.index(i)] = x
+        read = list(fixed)
+        for k, x in zip(self.counted.copied_at, copies, strict=True):
+            read[k] = x
         return read
 
 

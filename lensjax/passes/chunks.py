@@ -18,12 +18,13 @@ from jax import numpy as jnp
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.pin import activation_rules
+from lensjax.passes.reduce import start, wide
 from lensjax.passes.shardings import batch_axes, ways
 from lensjax.plan.plan import Plan
 from lensjax.program.edit import is_var, shape_of, splice
 from lensjax.program.head import Head, NoHead, find_head
 from lensjax.program.program import Program
-from lensjax.program.values import nbytes, results
+from lensjax.program.values import results
 
 _NAME = "lensjax.chunk"
 
@@ -110,7 +111,7 @@ class _Loop:
                     self.step(eqn, env)
             return [t + env[v] for t, v in zip(totals, self.summed)], [env[v] for v in self.stacked]
 
-        zeros = [jnp.zeros(self.total_shape(v), _wide(v.aval.dtype)) for v in self.summed]
+        zeros = [start("sum", v.aval.dtype, self.total_shape(v)) for v in self.summed]
         totals, stacks = jax.lax.scan(trip, zeros, [self.parted(given[v], rows[v]) for v in cut])
         out: dict[Any, Any] = {v: self.joined(x, rows[v]) for v, x in zip(self.stacked, stacks)}
         for v, total in zip(self.summed, totals):
@@ -167,9 +168,9 @@ class _Loop:
 
     def partial(self, eqn: Any, ins: list[Any]) -> Any:
         v = eqn.outvars[0]
-        batch, wide = self.apart(v), _wide(v.aval.dtype)
+        batch = self.apart(v)
         if eqn.primitive.name == "reduce_sum":
-            x, axes = ins[0].astype(wide), eqn.params["axes"]
+            x, axes = wide("sum", ins[0]), eqn.params["axes"]
             if batch is None:
                 return x.sum(axes)
             x = x.reshape(*x.shape[:batch], self.parts, -1, *x.shape[batch + 1 :])
@@ -179,7 +180,7 @@ class _Loop:
         if batch is not None:
             ins, numbers = self._apart(ins, numbers, batch)
         params = {**eqn.params, "dimension_numbers": numbers}
-        return eqn.primitive.bind(*ins, **params).astype(wide)
+        return wide("sum", eqn.primitive.bind(*ins, **params))
 
     def _apart(self, ins: list[Any], numbers: Any, batch: int) -> tuple[list[Any], Any]:
         """The same matmul with the parts of the batch as a batch dimension, first in the result."""
@@ -194,10 +195,6 @@ class _Loop:
 def _moved(d: int, batch: int) -> int:
     """Where dimension `d` is once dimension `batch` is the first."""
     return d if d > batch else d + 1
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 # ---- what the rest of the passes know of it --------------------------------------------------------------------------
@@ -275,15 +272,3 @@ class _Facts:
 
 def _copied(table: dict[Any, Any], pairs: dict[Any, Any]) -> None:
     table.update({new: table[old] for new, old in pairs.items() if old in table})
-
-
-def bytes_of(program: Program, plan: Plan, v: Any) -> float:
-    """Bytes per device of a value, under the plan's rules for activations."""
-    split: set[str] = set()
-    rules = activation_rules(program, plan)
-    if not rules and program.batch.dims.get(v):
-        split.update(batch_axes(plan))
-    for axis, mesh in rules:
-        if any(program.logical.major(v, d) == axis for d in range(len(shape_of(v)))):
-            split.update(mesh)
-    return nbytes(v) / ways(plan, tuple(split))

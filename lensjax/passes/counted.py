@@ -34,7 +34,8 @@ from lensjax.program.program import Program
 
 class Counted:
     """The programs of a step of one batch size under a plan. `shares`: what they are made from; `arguments`: where all
-    arguments lie; `batch`, `fixed`: positions of those with and without a batch; `values`: the numbers that belong to
+    arguments lie; `batch`, `fixed`: positions of those with and without a batch; `copied`: of
+    `fixed`, those that a second copy stands for, `copied_at` among them; `values`: the numbers that belong to
     the size, the last of `fixed`. Raises PlanError as `passes.shares` does."""
 
     def __init__(self, program: Program, plan: Plan, mesh: Any, shardings: Shardings, reduce: Reducer):
@@ -49,6 +50,7 @@ class Counted:
         self.fixed = self.shares.fixed
         self.batch = tuple(i for i in range(self.shares.count) if i not in set(self.fixed))
         self.copied = tuple(i for i in self.fixed if i in self.shares.copies)
+        self.copied_at = tuple(self.fixed.index(i) for i in self.copied)
         last = self.shares.passes[-1]
         self.early = [c for c in self.shares.after.known if c not in last.wanted]
 

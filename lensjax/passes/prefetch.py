@@ -69,11 +69,13 @@ def prefetch(jaxpr: Any) -> tuple[Any, Ahead]:
             eqn, more = _inside(eqn)
             done += more
             why = _stays(eqn)
-            loop = _apart(eqn) if not why and eqn.primitive.name == "scan" else None
-            if loop is not None and loop.fetched:
-                b.env.update(zip(eqn.outvars, _emit(loop, b, eqn)))
-                done += Ahead(((eqn.params["length"], len(loop.fetched)),))
-                continue
+            if not why and eqn.primitive.name == "scan":
+                if (loop := _apart(eqn)).fetched:
+                    b.env.update(zip(eqn.outvars, _emit(loop, b, eqn)))
+                    done += Ahead(((eqn.params["length"], len(loop.fetched)),))
+                    continue
+                if _holds(eqn):
+                    why = f"in a loop whose trips share them{_where(eqn)}: no trip has weights of its own"
             done += Ahead(left=(why,) if why else ())
         b.copy(eqn)
     if not done.loops:
@@ -110,11 +112,19 @@ def _own(jaxpr: Any) -> Iterator[Any]:
             yield from (g for body in bodies(eqn) for g in _own(body))
 
 
+def _holds(eqn: Any) -> bool:
+    return any(True for body in bodies(eqn) for _ in _own(body))
+
+
+def _where(eqn: Any) -> str:
+    return f" ({line})" if (line := _jax.user_line(eqn)) else ""
+
+
 def _stays(eqn: Any) -> str:
     """Why the gathers of a loop stay in their trips; empty where they need not, or where it has none of its own."""
-    if eqn.primitive.name not in ("scan", "while") or not any(True for body in bodies(eqn) for _ in _own(body)):
+    if eqn.primitive.name not in ("scan", "while") or not _holds(eqn):
         return ""
-    where = f" ({line})" if (line := _jax.user_line(eqn)) else ""
+    where = _where(eqn)
     if eqn.primitive.name == "while":
         return f"in a while loop{where}: which trip is its last is not known before"
     if eqn.params["length"] < LEAST:
@@ -125,8 +135,6 @@ def _stays(eqn: Any) -> str:
         return f"in a loop that stacks random keys{where}: they cannot be written one by one"
     if any(HOST in e.params.get("devices", ()) for body in bodies(eqn) for e in all_equations(body)):
         return f"in a loop that keeps values in the host's memory{where}: they are written in its own trips only"
-    if not _apart(eqn).fetched:
-        return f"in a loop whose trips share them{where}: no trip has weights of its own"
     return ""
 
 

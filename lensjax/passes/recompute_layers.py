@@ -171,7 +171,8 @@ class _Emitter:
             if part is None:
                 found.append(Layer(segment.name, 1, tuple(v for v in made if v in stored), (), (), (), eqns))
                 continue
-            gone = tuple(v for v in made if v in stored and v not in part.kept and v not in aliases(eqns))
+            named = aliases(eqns)
+            gone = tuple(v for v in made if v in stored and v not in part.kept and v not in named)
             kept = tuple(v for v in made if v in part.kept and v in wanted and v not in moved)
             host = tuple(v for v in made if v in moved)
             found.append(Layer(segment.name, 1, kept, gone, tuple(part.slice), host, eqns))

@@ -111,7 +111,8 @@ def _layer(pair: Pair, forward: Any, backward: Any, cut: _Cut | None, level: Lev
     gone = set(cut.dropped.values())
     host = tuple(v for v in cut.stacked if level.kind == "offload" and _movable(v))
     kept = [v for v in (*between, *cut.stacked) if v not in gone and v not in host]
-    again = tuple(v for v in gone if v not in host and v not in aliases(body.eqns))
+    named = aliases(body.eqns)
+    again = tuple(v for v in gone if v not in host and v not in named)
     return Layer(pair.name, forward.params["length"], tuple(kept), again, cut.slice, host, work)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from lensjax._errors import BatchError, PlanError
-from lensjax.passes.chunks import bytes_of, head_of
+from lensjax.cost.levels import share_of
+from lensjax.passes.chunks import head_of
 from lensjax.passes.share_sizes import splits
 from lensjax.plan.plan import Plan
 from lensjax.program.head import Head, NoHead
@@ -47,7 +48,7 @@ def proposal(program: Program, choice: Choice) -> Chunked | None:
         return None
     head = head_of(program, plan)
     values = head.large if isinstance(head, Head) else [head.logits] if head.logits is not None else []
-    logits = max((bytes_of(program, plan, v) for v in values), default=0.0)
+    logits = max(map(share_of(program, plan), values), default=0.0)
     if logits < DOMINATE * predicted.peak_bytes:
         return None
     if isinstance(head, NoHead):

@@ -14,7 +14,7 @@ from lensjax.passes.shardings import batch_axes, resolve
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
 from lensjax.report.alike import alike
-from lensjax.report.chunks import proposal
+from lensjax.report.chunks import Chunked, proposal
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
 from lensjax.search.choose import Candidate, Choice, largest_leaves
@@ -32,14 +32,17 @@ def render(*items: Any, width: int = 120) -> str:
 
 def explain(program: Program, choice: Choice, notices: Sequence[str] = ()) -> str:
     """What was chosen, against every candidate, and why, and what is not split, as text."""
-    return render(*explanation(program, choice, notices), *map(Flow, map(str, alike(program, choice.plan))))
+    parts = explanation(program, choice, notices, proposal(program, choice))
+    return render(*parts, *map(Flow, map(str, alike(program, choice.plan))))
 
 
-def explanation(program: Program, choice: Choice, notices: Sequence[str] = ()) -> tuple[Any, ...]:
-    """The same as rich renderables."""
+def explanation(
+    program: Program, choice: Choice, notices: Sequence[str] = (), head: Chunked | None = None
+) -> tuple[Any, ...]:
+    """The same as rich renderables. `head`: what computing it in chunks would save, which is priced by then."""
     parts = [
         headline(program, choice), table(choice), refused(choice), reasons(choice), piped(program, choice),
-        held(choice), chunked(program, choice), leaves(program, choice.plan),
+        held(choice), Flow(str(head)) if head is not None else None, leaves(program, choice.plan),
     ]  # fmt: skip
     return (*[p for p in parts if p is not None], *map(Flow, notices))
 
@@ -206,12 +209,6 @@ def piped(program: Program, choice: Choice) -> Flow | None:
     if not program.split.micro:
         text += f". Its micro-batches would not compute the same numbers: {program.split.micro}"
     return Flow(text)
-
-
-def chunked(program: Program, choice: Choice) -> Flow | None:
-    """What the head in chunks would save, where logits dominate."""
-    found = proposal(program, choice)
-    return Flow(str(found)) if found is not None else None
 
 
 def searched(choice: Choice) -> list[str]:
