@@ -12,14 +12,14 @@ compiler are left out and named.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import verify_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "verify.json"
@@ -89,23 +89,32 @@ def row(target: str, preset: str, cluster_name: str, per_device: int, seq: int, 
 
 
 class Results:
-    """The results file: written after every step, so that a stop loses one row."""
+    """The results file: written after every step, so that a stop loses one row. A row keeps as `before` what was
+    planned for it before it was compiled for the first time: later planners may have learned from it.
 
-    def __init__(self, fresh: bool):
+    `again`: measure what has been measured before once more.
+    """
+
+    def __init__(self, fresh: bool, again: bool = False):
+        self.again = again
         self.data = {} if fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())
 
     def run(self, part: str, key: str, work) -> None:
         rows = self.data.setdefault(part, {})
-        if key in rows and "seconds" in rows[key]:
+        old = rows.get(key, {})
+        if "seconds" in old and "error" not in old and not self.again:
             return
+        kept = {"before": old["before"]} if "before" in old else {}
 
         def note(planned):
-            rows[key] = planned
+            if planned and not old:
+                kept["before"] = planned
+            rows[key] = planned | kept
             self.save()
 
         print(f"{part}: {key}", file=sys.stderr, flush=True)
         try:
-            rows[key] = work(note)
+            rows[key] = work(note) | kept
         except Exception as e:
             rows[key] = {**rows.get(key, {}), "error": f"{type(e).__name__}: {e}"[:300], "seconds": 0.0}
         self.save()
@@ -123,7 +132,8 @@ def scale(results: Results) -> None:
     results.save()
 
 
-def compare(results: Results, targets: list[str], clusters: list[str]) -> None:
+def compare(results: Results, targets: list[str], clusters: list[str], wanted) -> None:
+    """`wanted(preset) -> bool` chooses among the six plans."""
     from lensjax.topology.cluster import Cluster
 
     for cluster in clusters:
@@ -131,7 +141,7 @@ def compare(results: Results, targets: list[str], clusters: list[str]) -> None:
             continue
         devices = Cluster.parse(cluster).devices
         for target in targets:
-            for preset in plans(devices, CLUSTERS[cluster]):
+            for preset in filter(wanted, plans(devices, CLUSTERS[cluster])):
                 key = f"{target} | {preset} | {cluster}"
                 args = (target, preset, cluster, TARGETS[target], 4096)
                 results.run("compare", key, lambda note, a=args: row(*a, note))
@@ -166,7 +176,7 @@ def replan(results: Results, targets: list[str], clusters: list[str]) -> None:
                 results.save()
 
 
-def families(results: Results) -> None:
+def families(results: Results, wanted: list[str]) -> None:
     """The model zoo under presets on 8 H100: what is flagged there is a false alarm until shown otherwise."""
     sys.path.insert(0, str(ROOT))
     import jax
@@ -174,6 +184,8 @@ def families(results: Results) -> None:
     from tests.zoo import FAMILIES
 
     for name, family in FAMILIES.items():
+        if wanted and name not in wanted:
+            continue
         for preset in ("dp", "zero1", "fsdp", "dp=2,fsdp=4", "tp=2,dp=4", "dp=2,fsdp=2,tp=2"):
 
             def work(note, family=family, preset=preset):
@@ -183,21 +195,18 @@ def families(results: Results) -> None:
 
 
 def family_row(jax, family, preset: str, note) -> dict:
-    from lensjax.execute.planning import Options, make_plan
-    from lensjax.program.program import analyze
+    import lensjax
     from lensjax.topology.cluster import Cluster
     from lensjax.verify.proof import prove
 
     start = time.perf_counter()
     case = family.make()
     state = jax.eval_shape(case.init, jax.random.key(0)) if family.form == "state" else case.init(jax.random.key(0))
-    args = (*(state if isinstance(state, tuple) and family.form != "state" else (state,)),)
-    args = (*args, jax.eval_shape(case.batch, jax.random.key(1)))
-    cluster = Cluster.parse("dgx-h100:1")
-    program = analyze(case.step, args, **family.options)
-    plan = make_plan(program, cluster, Options(plan=preset)).plan
+    batch = jax.eval_shape(case.batch, jax.random.key(1))
+    step = lensjax.parallelize(case.step, plan=preset, cluster="dgx-h100:1", **family.options)
+    plan = step.plan_for(*((state,) if family.form == "state" else state), batch)
     note({})
-    proof = prove(program, plan, cluster)
+    proof = prove(step.program, plan, Cluster.parse("dgx-h100:1"))
     return {
         "seconds": time.perf_counter() - start,
         "findings": [f"{f.severity} {f.kind} {f.line.rpartition('/')[2]}: {f.message}" for f in proof.findings],
@@ -214,190 +223,32 @@ def runs(cluster: str) -> bool:
     return not why
 
 
-# ---- the page -----------------------------------------------------------------------------------------------------
-
-
-def page(data: dict) -> str:
-    rows = data.get("compare", {})
-    parts = [
-        _HEAD,
-        _scale(data.get("scale", {})),
-        _compare(rows),
-        _CAUSES if rows else "",
-        _families(data.get("families", {})),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-_HEAD = """# Proof on a machine without accelerators
-
-Made by `python benchmarks/verify.py`. XLA's own compilers for GPUs and TPUs run here for clusters that do not exist
-here; memory is the compiler's buffer assignment, bytes are those of the compiled collectives, both per device. What
-this does not prove: the time of a step (kernels are not tuned without a device; step times are estimates from the
-compiled schedule)."""
-
-
-_CAUSES = """## What still differs, and why
-
-Read in the compiled programs of the rows above, buffer by buffer at the peak. The planner does not know of these:
-
-- `fsdp` of the 8B decoder (-8%): over 256 H100 XLA makes the zeros into which the embedding's gradient is summed, 1
-  GiB, before the loop of the backward, under other plans after it; over 32 A100 the logits' gradient, 1 GiB, waits for
-  the output layer's matmul behind that loop, under other plans it does not.
-- `tp_sp` of decoders: the loss picks each target's logit with the sequence split over the axis that also splits the
-  vocabulary. The partitioner moves the logits there and back; XLA gathers their gradient and sums both vocabulary
-  gradients whole (all-reduce where the plan has a reduce-scatter), 1 GiB of which is held on A100.
-- the mixture of experts under `tp`: the router's scores lie split over the experts where `top_k` wants them whole, and
-  XLA gathers them for the whole batch (16 MiB in each layer and direction).
-- the U-Net under `tp`: XLA exchanges pieces of concatenated skips by collective-permute. In this unrolled program it
-  puts gradients of weights off to the end of the step on H100, with the activations that they read.
-- two devices along `fsdp` beside `dp`: XLA reduces some gradients over both axes at once (0.6% more bytes).
-- TPU: XLA:TPU all-reduces and slices some gradients (`reduce_then_slice`), and packs memory in tiles."""
-
-
-def _scale(rows: dict) -> str:
-    if not rows:
-        return ""
-    out = ["## Scale", "", "Trace, plan, compile, audit and timeline of one step, on two cores, nothing cached.", ""]
-    out.append("| step | devices | seconds | of which compile | bar | peak memory | step (estimated) |")
-    out.append("|---|--:|--:|--:|--:|--:|--:|")
-    for key, r in rows.items():
-        if "error" in r:
-            out.append(f"| {_cell(key)} | | {r['error']} | | | | |")
-            continue
-        out.append(
-            f"| {_cell(key)} | {r['devices']} | {r['seconds']:.0f} | {r['compile_s']:.0f} | {r.get('bar', '')} "
-            f"| {gib(r['compiled_peak'])} | {r['step_s'] * 1e3:.0f} ms |"
-        )
-    return "\n".join(out)
-
-
-def _compare(rows: dict) -> str:
-    done = {k: r for k, r in rows.items() if "compiled_peak" in r}
-    if not done:
-        return ""
-    out = ["## Planned against compiled", "", "The planned figures were written down before each compile.", ""]
-    if again := sum(bool(r.get("replanned")) for r in done.values()):
-        out[2] = (
-            f"Of {len(done)} plans {again} were planned anew after their compile, by the planner as it is now "
-            "(`replan`); the planned figures of the others were written down before their compile."
-        )
-    out += [_summary(done), ""]
-    out += ["| target, plan, cluster | planned peak | compiled peak | | sent, planned | sent, compiled | | findings |",
-            "|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip
-    for key, r in sorted(rows.items()):
-        if key not in done:
-            out.append(f"| {_cell(key)} | | | | | | | {r.get('error', 'not finished')} |")
-            continue
-        p, c = sum(r["planned_tiers"].values()), sum(r["compiled_tiers"].values())
-        out.append(
-            f"| {_cell(key)} | {gib(r['planned_peak'])} | {gib(r['compiled_peak'])} "
-            f"| {change(r['planned_peak'], r['compiled_peak'])} | {gib(p)} | {gib(c)} | {change(p, c)} "
-            f"| {', '.join(f.split()[1] for f in r['findings'] if not f.startswith('note')) or '-'} |"
-        )
-    return "\n".join(out)
-
-
-UNROLLED = ("unet",)  # layers written out; the other targets scan over them
-
-
-def _summary(rows: dict) -> str:
-    lines = []
-    for backend in sorted({r["backend"] for r in rows.values()}):
-        mine = {k: r for k, r in rows.items() if r["backend"] == backend}
-        for word, chosen in (("scanned", False), ("unrolled", True)):
-            some = [r for k, r in mine.items() if k.startswith(UNROLLED) == chosen]
-            if some:
-                memory = [abs(r["planned_peak"] / r["compiled_peak"] - 1) for r in some]
-                sent = [abs(tier_error(r)) for r in some]
-                unknown = sum(bool(r["unknown"]) for r in some)
-                lines.append(
-                    f"- {backend}, {word}, {len(some)} plans: peak memory differs by {statistics.median(memory):.1%} "
-                    f"in the median, {max(memory):.1%} at worst; bytes on a tier by {statistics.median(sent):.1%} and "
-                    f"{max(sent):.1%}; {unknown} with an operation that was not understood."
-                )
-        right, pairs = order(mine)
-        if pairs:
-            lines.append(f"- {backend}: {right} of {pairs} pairs of plans of one target hold more and less as planned.")
-    return "\n".join(lines)
-
-
-def order(rows: dict) -> tuple[int, int]:
-    """(pairs of plans whose peaks are ordered as planned, pairs whose compiled peaks differ by more than 5 %)."""
-    right = pairs = 0
-    for (k, a), (other, b) in itertools.combinations(sorted(rows.items()), 2):
-        same = (k.split(" | ")[0], k.split(" | ")[2]) == (other.split(" | ")[0], other.split(" | ")[2])
-        if same and not 0.95 < a["compiled_peak"] / b["compiled_peak"] < 1.05:
-            pairs += 1
-            planned, compiled = (a[x] < b[x] for x in ("planned_peak", "compiled_peak"))
-            right += planned == compiled
-    return right, pairs
-
-
-def tier_error(r: dict) -> float:
-    """The largest relative difference of bytes on a tier that carries at least a percent of the traffic."""
-    total = sum(r["compiled_tiers"].values()) or 1.0
-    names = [n for n in {*r["planned_tiers"], *r["compiled_tiers"]}
-             if max(r["planned_tiers"].get(n, 0), r["compiled_tiers"].get(n, 0)) > 0.01 * total]  # fmt: skip
-    return max(
-        (abs(r["planned_tiers"].get(n, 0) / max(r["compiled_tiers"].get(n, 0), 1.0) - 1) for n in names), default=0.0
-    )
-
-
-def _families(rows: dict) -> str:
-    if not rows:
-        return ""
-    done = {k: r for k, r in rows.items() if "findings" in r}
-    flagged = {k: [f for f in r["findings"] if not f.startswith("note")] for k, r in done.items()}
-    flagged = {k: v for k, v in flagged.items() if v}
-    out = ["## The model zoo", ""]
-    out += [
-        f"{len(done)} pairs of family and preset (of 24 x 6) compiled for 8 H100, {len(flagged)} with a finding.",
-        "",
-    ]
-    out += [f"- {_cell(k)}: {'; '.join(v)[:300]}" for k, v in sorted(flagged.items())]
-    reasons: dict[str, int] = {}
-    for r in rows.values():
-        if "error" in r:
-            reasons[r["error"][:120]] = reasons.get(r["error"][:120], 0) + 1
-    out += [f"- not applicable, {n}: {why}" for why, n in sorted(reasons.items(), key=lambda kv: -kv[1])[:8]]
-    return "\n".join(out)
-
-
-def _cell(text: str) -> str:
-    return text.replace(" | ", ", ")
-
-
-def gib(n: float) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.1f} MiB"
-
-
-def change(planned: float, compiled: float) -> str:
-    return f"{compiled / planned - 1:+.1%}" if planned else "new"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parts = ["scale", "compare", "replan", "families", []]
     parser.add_argument("parts", nargs="*", choices=parts, help="what to measure")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--again", action="store_true", help="measure anew what has been measured")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    parser.add_argument("--families", nargs="*", default=[], help="families: only these of the zoo")
+    parser.add_argument("--plans", default="", help="compare: only plans with this word, e.g. tp_sp")
+    parser.add_argument("--without", default="\n", help="compare: no plans with this word")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
-    results = Results(args.fresh)
+    results = Results(args.fresh, args.again)
     if "scale" in args.parts:
         os.environ["LENSJAX_CACHE"] = tempfile.mkdtemp()  # the time of a compile, not of a lookup
         scale(results)
     if "compare" in args.parts:
-        compare(results, args.targets, args.clusters)
+        compare(results, args.targets, args.clusters, lambda plan: args.plans in plan and args.without not in plan)
     if "replan" in args.parts:
         replan(results, args.targets, args.clusters)
     if "families" in args.parts:
-        families(results)
+        families(results, args.families)
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(results.data))
+    PAGE.write_text(verify_page.page(results.data))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

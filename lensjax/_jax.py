@@ -131,14 +131,14 @@ def add_operands(eqn: Any, operands: Sequence[Any], bodies: Sequence[Any]) -> An
     return eqn.replace(invars=[*invars[:at], *operands, *invars[at:]], params=params)
 
 
-def rescan(eqn: Any, *, invars: Any, outvars: Any, body: Any, consts: int | None = None, length: int = 0) -> Any:
-    """A `scan` equation with another body, operands and results. The carry stays as it is; `consts`: the number of
-    constants, `length`: of trips (as before where not given)."""
-    had, carry = scan_split(eqn)
-    consts = had if consts is None else consts
+def rescan(eqn: Any, *, invars, outvars, body: Any, consts: int = -1, carry: int = -1, length: int = 0) -> Any:
+    """A `scan` equation with another body, operands and results. `consts` and `carry`: their numbers, `length`: that
+    of trips (as before where not given)."""
+    had, carried = scan_split(eqn)
+    consts, carry = had if consts < 0 else consts, carried if carry < 0 else carry
     changes = {"jaxpr": body, "length": length or eqn.params["length"]}
     if "num_consts" in eqn.params:  # jax 0.10
-        changes["num_consts"] = consts
+        changes |= {"num_consts": consts, "num_carry": carry}
     else:
         from jax._src import flattree as ft  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -87,4 +87,5 @@ def composition_of(program: Program, plan: Plan, cluster: Cluster) -> Compositio
     """The composition of a program under a plan: of what `lensjax.cost.price.price` prices. Raises as it does."""
     partitioned = partition(lower(emit(program, plan, abstract_mesh(plan)), lowered_for(plan, cluster)))
     roles = [a.role for a in program.arguments]
-    return composition(off_device(partitioned).program, habits_of(cluster.device), roles)
+    habits = habits_of(cluster.device, alone=not partitioned.collectives)
+    return composition(off_device(partitioned).program, habits, roles)

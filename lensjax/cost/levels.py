@@ -50,8 +50,12 @@ def groups(program: Program, plan: Plan, cluster: Cluster) -> tuple[Group, ...]:
     no layers, or recomputes them itself)."""
     shardings = resolve(program, plan)
     named = any(e.primitive.name == "name" for e in all_equations(program.jaxpr))
-    kinds = ["inputs", "dots", *(["named"] if named else []), "offload"]
-    tables = {kind: _merged(layers_at(program, plan.replace(layers={"*": kind}), shardings)) for kind in kinds}
+    kinds = ["inputs", "dots", "scores", *(["named"] if named else []), "offload"]
+    at = lambda kind: _merged(layers_at(program, plan.replace(layers={"*": kind}), shardings))
+    tables = {"inputs": at("inputs")}
+    if not any(name and layer.again for name, layer in tables["inputs"].items()):
+        return ()
+    tables |= {kind: at(kind) for kind in kinds[1:]}
     whole = _merged(layers_at(program, plan.replace(layers={"*": "keep"}), shardings))
     share = share_of(program, plan)
     found = []

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from lensjax import _jax
 from lensjax.partition.data import Spec
 from lensjax.passes.emit import Emitted
-from lensjax.program.edit import is_var, map_bodies
+from lensjax.program.edit import is_var, map_bodies, type_text
 
 # Where a constraint stands: the equation after it, the value under it, and everything that reads it. Two programs with
 # one skeleton and the same places in the same order are the same program but for their shardings.
@@ -94,7 +94,7 @@ class _Walk:
             if eqn.primitive.name == "sharding_constraint":
                 eqns.append(self.constraint(eqn))
                 continue
-            results = tuple(str(v.aval) for v in eqn.outvars)
+            results = tuple(type_text(v.aval) for v in eqn.outvars)
             changed = str(eqn.params.get("new_dtype"))
             self.facts.append((eqn.primitive.name, self.atoms(eqn.invars), results, changed, eqn.params.get("length")))
             eqns.append(map_bodies(eqn, lambda body, _: self.body(body)))

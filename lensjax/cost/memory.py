@@ -58,12 +58,13 @@ class Habits:
 PLAIN = Habits()
 
 
-def habits_of(device: Device) -> Habits:
+def habits_of(device: Device, alone: bool = False) -> Habits:
+    """`alone`: the program has no collectives, so that there is nothing for which work would be put off."""
     if device.platform != "cuda":
         return Habits()
     old = device.name.startswith(("V100", "A100", "A10", "L4", "T4"))
     hopper = device.name.startswith(("H", "GH"))
-    return Habits(float(2**22 if old else 2**25), prompt=not hopper)
+    return Habits(float(2**22 if old else 2**25), prompt=alone or not hopper)
 
 
 def memory(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None = None) -> Memory:
@@ -106,8 +107,9 @@ def heap_of(p: Partitioned, habits: Habits = PLAIN, roles: Sequence[str] | None 
     # The schedule's, unless values were moved since (to the host).
     fusions = p.fusions if p.fusions is not None and p.fusions.values is p.values else Fusions(p.values, p.body)
     model = fusions(p.body)
-    transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs}
-    outside = {model.buffer(v) for v in p.body.results} - transposed | set(p.body.arguments)
+    results = {model.buffer(v) for v in p.body.results}
+    transposed = {v for n in p.body.nodes if inner_gather(n, p.values) for v in n.outputs} & results
+    outside = results - transposed | set(p.body.arguments)
     walk = _Walk(fusions, habits, Purposes(p, fusions, roles), transposed)
     walk.body(p.body, outside, 0)
     return Heap(walk.buffers, walk.pieces)

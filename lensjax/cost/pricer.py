@@ -8,7 +8,8 @@ the bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lensjax.cost.marks import Marked, Place, entries, marked
@@ -29,15 +30,27 @@ class Pricer:
         # (platform, skeleton) -> the lowered programs that have it, each with its places and what was left of it for
         # other plans.
         self._lowered: dict[Any, list[_Lowered]] = {}
-        self._emitted: dict[_Key, Emitted] = {}
-        self._priced: dict[_Key, Plan] = {}
+        self._emitted: dict[str, Emitted] = {}
+        self._priced: dict[str, Plan] = {}
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with its prediction. Raises PlanError or BatchError where it does not apply."""
-        key = _key(plan)
+        return self.known(plan, self.price)
+
+    def known(self, plan: Plan, price: Callable[[Plan], Plan]) -> Plan:
+        """The plan with its prediction: what was found for it before, else what `price` finds."""
+        key = content(plan)
         if key not in self._priced:
-            self._priced[key] = self.price(plan)
+            self._priced[key] = price(plan)
         return dataclasses.replace(plan, predicted=self._priced[key].predicted)
+
+    def is_known(self, plan: Plan) -> bool:
+        """Whether this plan was priced before."""
+        return content(plan) in self._priced
+
+    def share(self, other: Pricer) -> None:
+        """Takes over what another pricer of the same program and cluster has found."""
+        self._lowered, self._priced = other._lowered, other._priced
 
     def price(self, plan: Plan) -> Plan:
         emitted = self._emit(plan)
@@ -50,7 +63,7 @@ class Pricer:
     def constraints(self, plan: Plan) -> int:
         """How many sharding constraints a plan inserts. Of several plans, the one with the most is best priced first:
         its lowered program may serve the others. Raises as a price does."""
-        key = _key(plan)
+        key = content(plan)
         if key in self._priced:
             return 0
         if key not in self._emitted:
@@ -61,7 +74,7 @@ class Pricer:
         return sum(e.primitive.name == "sharding_constraint" for e in all_equations(pinned))
 
     def _emit(self, plan: Plan) -> Emitted:
-        found = self._emitted.pop(_key(plan), None)  # once: an emission is as large as the program
+        found = self._emitted.pop(content(plan), None)  # once: an emission is as large as the program
         emitted = found or emit(self.program, plan, abstract_mesh(plan))
         return dataclasses.replace(emitted, plan=plan)
 
@@ -116,19 +129,8 @@ class _Lowered:
         return self._fewer[numbers]
 
 
-class _Key:
-    """A plan as a dictionary key (plans hold mappings, and compare by value)."""
-
-    def __init__(self, plan: Plan):
-        self.plan, self.text = plan, plan.to_json()
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.text == other.text
-
-
-def _key(plan: Plan) -> _Key:
-    """By content, not by name or by what it predicted before."""
-    return _Key(dataclasses.replace(plan, name="", predicted=None))
+def content(plan: Plan) -> str:
+    """What a plan says, not its name or what it predicted before. Kept with the plan, as it is long."""
+    if "content" not in plan.__dict__:
+        plan.__dict__["content"] = json.dumps(plan.replace(name="").to_dict())
+    return plan.__dict__["content"]

@@ -140,9 +140,8 @@ def _sink(steps: list[Step], values: Sequence[Value], results: set[int], looped:
             continue
         after = [w for w in loops if i < w < min(users)]
         target = after[-1] + 0.25 if after else min(users) - 0.5
-        kept = sum(
-            values[v].bytes for v in step.reads if max((time[u] for u in readers[v] if u != i), default=-1.0) < target
-        )
+        # The last readers are seldom before it: asked first.
+        kept = sum(values[v].bytes for v in step.reads if all(time[u] < target for u in reversed(readers[v]) if u != i))
         if after and (step.node.name != "stablehlo.reduce" or kept < sum(values[v].bytes for v in step.writes)):
             time[i] = target + 1e-6 * i
             continue

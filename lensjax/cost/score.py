@@ -69,7 +69,7 @@ def cost(
     for c in p.collectives:
         for tier, sent in prices.wire(c).items():
             tiers[tier] += sent * c.trips
-    peak = memory(p, habits_of(cluster.device), roles)
+    peak = memory(p, habits_of(cluster.device, alone=not p.collectives and not moved), roles)
     return Cost(
         step_s=max(times.total, moved / link if moved else 0.0) + (waited / link if waited else 0.0),
         compute_s=times.compute,

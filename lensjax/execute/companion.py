@@ -28,7 +28,8 @@ from lensjax.passes.shardings import resolve, ways
 from lensjax.plan.plan import Plan, Rules, Spec
 from lensjax.program.program import Argument, Program, analyze
 from lensjax.program.trace import Call, abstract, argument_names, flatten_call, unfixed
-from lensjax.search.choose import Candidate, Choice
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice
 
 
 class Companion(Step):

@@ -22,7 +22,8 @@ from lensjax.plan.plan import Plan, Provenance
 from lensjax.plan.validate import validate
 from lensjax.program.program import Program
 from lensjax.search.cache import PlanCache, key_of
-from lensjax.search.choose import Candidate, Choice, choose, tier_names
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice, choose, tier_names
 from lensjax.search.compressed import compressed
 from lensjax.search.judged import by_judging, judged, priced_by
 from lensjax.search.presets import pinned, preset

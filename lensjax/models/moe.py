@@ -181,7 +181,7 @@ class MoeDecoder(nn.Module):
         total = jnp.zeros((), jnp.float32)
         for name, sparse, count in (("dense", False, m.dense_layers), ("layers", True, c.layers - m.dense_layers)):
             if count:
-                layer = nn.remat(Layer, prevent_cse=False)
+                layer = Layer if c.remat == "none" else nn.remat(Layer, prevent_cse=False)
                 scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=count)
                 x, balance = scanned(m, sparse, name=name)(x, None)
                 total = total + balance.sum()

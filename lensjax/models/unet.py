@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 @dataclasses.dataclass(frozen=True)
 class UnetConfig:
     """`channels` of each resolution, `attends` whether it has attention; `side` of the latent image, `text` its tokens
-    and their width."""
+    and their width; `remat`: blocks are recomputed whole."""
 
     channels: tuple[int, ...] = (320, 640, 1280, 1280)
     attends: tuple[bool, ...] = (True, True, True, False)
@@ -27,6 +27,7 @@ class UnetConfig:
     text: tuple[int, int] = (77, 768)
     groups: int = 32
     dtype: Any = jnp.bfloat16
+    remat: bool = True
 
 
 CONFIGS = {
@@ -108,8 +109,9 @@ class Unet(nn.Module):
         return nn.Conv(c.latent, (3, 3), dtype=jnp.float32, name="out")(x)
 
     def _block(self, name, x, time, text, features, attends):
-        x = nn.remat(Residual)(features, self.config, name=f"{name}_residual")(x, time)
-        return nn.remat(Transformer)(self.config, name=f"{name}_attention")(x, text) if attends else x
+        again = nn.remat if self.config.remat else lambda module: module
+        x = again(Residual)(features, self.config, name=f"{name}_residual")(x, time)
+        return again(Transformer)(self.config, name=f"{name}_attention")(x, text) if attends else x
 
 
 def create_state(config: UnetConfig, rng: jax.Array, tx: optax.GradientTransformation) -> TrainState:

@@ -15,7 +15,7 @@ from flax.training import train_state
 
 @dataclasses.dataclass(frozen=True)
 class VitConfig:
-    """A plain vision transformer; `image` and `patch` are the sides of squares."""
+    """A plain vision transformer; `image` and `patch` are the sides of squares; `remat`: layers are made again."""
 
     width: int = 1408
     layers: int = 40
@@ -25,6 +25,7 @@ class VitConfig:
     image: int = 224
     classes: int = 1000
     dtype: Any = jnp.bfloat16
+    remat: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Vit(nn.Module):
         x = nn.Conv(c.width, (c.patch,) * 2, strides=(c.patch,) * 2, dtype=c.dtype, name="patches")(images)
         x = x.reshape(x.shape[0], -1, c.width)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:])).astype(c.dtype)
-        layer = nn.remat(VitLayer, prevent_cse=False)
+        layer = nn.remat(VitLayer, prevent_cse=False) if c.remat else VitLayer
         scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
         x, _ = scanned(c, name="layers")(x, None)
         x = nn.LayerNorm(dtype=c.dtype, name="norm")(x).mean(axis=1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from lensjax.partition.data import Body, Node, Value
 from lensjax.partition.simplify import COLLECTIVES
@@ -42,14 +42,15 @@ class Fusion:
     """Where values of a body live: `root` follows aliases, `stored` are roots with a buffer, `maker` their node,
     `users` the positions of the nodes that read them. `generated` values come from constants alone: whoever can fuse
     them makes them again, so only an operation that needs a buffer reads one. `rows`: values that come out of a kernel
-    over whole rows (see `_row_kernels`)."""
+    over whole rows (see `_row_kernels`). `read`: what `sources` found, by the identity of the node."""
 
     root: dict[int, int]
-    stored: frozenset[int]
+    stored: Set[int]
     maker: dict[int, Node]
     users: dict[int, list[int]]
     generated: frozenset[int]
     rows: frozenset[int] = frozenset()
+    read: dict[int, Mapping[int, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def buffer(self, value: int) -> int:
         return self.root.get(value, value)
@@ -100,7 +101,7 @@ def fuse(body: Body, values: Sequence[Value], generated: frozenset[int]) -> Fusi
         needed.update(inside - generated)  # XLA sinks what constants make into the loop that reads it
     stored = {v for v in maker if _is_stored(v, maker, needed, users)}
     model = Fusion(root, frozenset(stored), maker, users, generated)
-    model = dataclasses.replace(model, stored=model.stored | _worth_storing(body, values, model))
+    model = dataclasses.replace(model, stored=stored | _worth_storing(body, values, model), read={})
     return dataclasses.replace(model, rows=_row_kernels(values, model))
 
 
@@ -167,13 +168,15 @@ def _row_kernels(values: Sequence[Value], model: Fusion) -> frozenset[int]:
 def _worth_storing(body: Body, values: Sequence[Value], model: Fusion) -> set[int]:
     """Fused values with several users that would each read more than the value itself to make it again."""
     more: set[int] = set()
+    stored = set(model.stored)  # with what was found so far
+    current = dataclasses.replace(model, stored=stored, read={})
     for node in body.nodes:
         for value in node.outputs:
-            if value in model.stored or node.name in FREE or node.name in ALIASES or len(set(model.users[value])) < 2:
+            if value in stored or node.name in FREE or node.name in ALIASES or len(set(model.users[value])) < 2:
                 continue
-            current = dataclasses.replace(model, stored=model.stored | more)
-            if reading(node, values, current) > values[value].bytes * RECOMPUTE_LIMIT:
+            if sum(_sources(node, values, current).values()) > values[value].bytes * RECOMPUTE_LIMIT:
                 more.add(value)
+                stored.add(value)
     return more
 
 
@@ -182,8 +185,16 @@ def _worth_storing(body: Body, values: Sequence[Value], model: Fusion) -> set[in
 RECOMPUTE_LIMIT = 2.0
 
 
-def sources(node: Node, values: Sequence[Value], model: Fusion) -> dict[int, float]:
-    """Stored buffers that computing a node reads, through the chain fused into it, and the bytes read of each."""
+def sources(node: Node, values: Sequence[Value], model: Fusion) -> Mapping[int, float]:
+    """Stored buffers that computing a node reads, through the chain fused into it, and the bytes read of each. The node
+    is one of the model's body: what was found is kept there, since the schedule and the memory both ask."""
+    found = model.read.get(id(node))
+    if found is None:
+        found = model.read[id(node)] = _sources(node, values, model)
+    return found
+
+
+def _sources(node: Node, values: Sequence[Value], model: Fusion) -> dict[int, float]:
     found: dict[int, float] = {}
     todo = [(node, float("inf"))]
     visited: set[int] = set()
@@ -204,11 +215,6 @@ def sources(node: Node, values: Sequence[Value], model: Fusion) -> dict[int, flo
                 visited.add(id(made))
                 todo.append((made, size if slicing and i == 0 else float("inf")))
     return found
-
-
-def reading(node: Node, values: Sequence[Value], model: Fusion) -> float:
-    """Bytes read from stored buffers to compute a node."""
-    return sum(sources(node, values, model).values())
 
 
 def captured(body: Body) -> set[int]:

@@ -18,8 +18,10 @@ def walk(operation: Any) -> Iterator[Any]:
     for region in operation.regions:
         for block in region:
             for op in block:
-                yield op.operation
-                yield from walk(op.operation)
+                inner = op.operation
+                yield inner
+                if len(inner.regions):  # most have none
+                    yield from walk(inner)
 
 
 def functions(module: Any) -> dict[str, Any]:

@@ -52,25 +52,28 @@ class Reader:
         self.mesh = tuple(mesh.items())
         # Location -> what it says. Its text is long (a whole call stack) and takes longer than all the rest.
         self.places = {} if places is None else places
-        self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
+        self.kinds: dict[tuple[Any, Spec], Value] = {}  # type and spec -> the value, of which programs have few
         self.values: list[Value] = []
         self.ids: dict[Any, int] = {}
         self.scalars: dict[int, int] = {}  # value -> integer constant, for trip counts
         self.manual: set[str] = set()
 
     def add(self, value: Any, spec: Spec) -> int:
-        kind = value.type
-        if kind not in self.types:
-            self.types[kind] = tensor_type(str(kind))
-        shape, dtype = self.types[kind]
+        key = value.type, spec
+        if key not in self.kinds:
+            self.kinds[key] = self.value(*key)
+        self.values.append(self.kinds[key])
+        self.ids[value] = len(self.values) - 1
+        return self.ids[value]
+
+    def value(self, kind: Any, spec: Spec) -> Value:
+        shape, dtype = tensor_type(str(kind))
         spec = spec or ((),) * len(shape)
         local = tuple(-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
         size = element_bytes(dtype)
         for n in local:
             size *= n
-        self.values.append(Value(shape, dtype, spec, local, size))
-        self.ids[value] = len(self.values) - 1
-        return self.ids[value]
+        return Value(shape, dtype, spec, local, size)
 
     def parts(self, axes: tuple[str, ...]) -> int:
         n = 1

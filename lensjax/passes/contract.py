@@ -13,14 +13,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from lensjax.passes.windows import Splits
 from lensjax.program.edit import shape_of
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
 
-def agreeing_splits(
-    eqn: Any, entries: Callable[[Any], Sequence[Any]]
-) -> tuple[list[PartitionSpec | None], PartitionSpec | None] | None:
+def agreeing_splits(eqn: Any, entries: Callable[[Any], Sequence[Any]]) -> Splits | None:
     """Specs of both operands that agree on the summed dimensions and leave the others free; None where `eqn` is no such
     matmul. `entries(value)`: how the plan splits each of its dimensions. Where the two differ, a dimension is whole."""
     if eqn.primitive.name != "dot_general":

@@ -8,7 +8,7 @@ shards become a total, so there the gradient is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lensjax import _jax
@@ -121,3 +121,15 @@ class _Index:
         if name in ELEMENTWISE and same:
             return False, [(a, spec) for a in same]
         return True, []
+
+
+def summed_first(eqn: Any, spec: Spec, batch: Collection[str]) -> Spec | None:
+    """The spec in which a matmul or convolution makes a weight's gradient that is stored as `spec`, before its sum over
+    the mesh axes that split the batch is scattered; None where it should not be said. Told the last spec alone, Shardy
+    plans to move rows where there are fewer of them than columns; XLA sums whatever there is. Only where all axes of
+    the sum are axes of the scatter: else XLA would sum over all of them, and then slice."""
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not batch:
+        return None
+    if not set(batch) <= {a for axes in spec for a in axes}:
+        return None
+    return tuple(tuple(a for a in axes if a not in batch) for axes in spec)

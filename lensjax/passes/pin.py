@@ -9,6 +9,7 @@ reduce-scattered. So the pass pins
     windows          whole where XLA would compute a split one wrongly (see `windows`)
     mixed axes       of some reductions, scatters and Fourier transforms: whole (see `reductions`)
     summed           alike in both operands of a matmul over three dimensions or more (see `contract`)
+    clashes          of weights and sequence over one mesh axis: as the weights are split (see `claims`)
     ragged rows      of a mixture of experts: split along the batch (see `ragged`)
     weight gradients where each is made (see `gradients`): split like the optimizer needs them
 
@@ -19,6 +20,7 @@ otherwise is held (see `steady`).
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -30,11 +32,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.passes.casts import Cast, read_as
+from lensjax.passes.claims import claimed
 from lensjax.passes.contract import agreeing_splits
-from lensjax.passes.gradients import gradient_pins
-from lensjax.passes.ragged import ragged_rows
+from lensjax.passes.gradients import gradient_pins, summed_first
+from lensjax.passes.ragged import ragged_rows, split_rows
 from lensjax.passes.recompute_copy import AGAIN
 from lensjax.passes.reductions import has_order, in_order, whole_where_mixed
+from lensjax.passes.ruled import Ruled
 from lensjax.passes.shardings import Shardings, batch_axes, named, ways
 from lensjax.passes.steady import steady
 from lensjax.passes.windows import Splits, safe_splits
@@ -116,6 +120,8 @@ class _Pinner:
         self.gathered = batch_axes(plan)
         self.axes = tuple(a for a in self.gathered if a not in outside)
         self.rules = tuple((axis, tuple(a for a in axes if a not in outside)) for axis, axes in rules)
+        sizes = [a.size for a in program.logical.axes] if self.rules else []
+        self.ruled = Ruled(self.rules, sizes, partial(ways, plan))
         self.batch_ids = {i for i, n in enumerate(program.logical.names) if n == "batch"} if self.rules else set()
         inner = _jax.open_jaxpr(program.jaxpr)
         self.results = self._final_specs(inner) if share is None else dict(share.results)
@@ -187,17 +193,18 @@ class _Pinner:
 
     def _body(self, b: Builder, jaxpr: Any, weights: dict[Any, Weight]) -> None:
         gathered: dict[Any, Any] = {}
+        n = ways(self.plan, self.inside)
         for eqn in jaxpr.eqns:
             ins = self._with_weights(b, eqn, weights, gathered)
             if any(True for _ in body_operands(eqn)):
                 eqn = self._with_bodies(eqn, weights)
-            n = ways(self.plan, self.inside)
-            splits = safe_splits(eqn, self.inside, n, self._kept(eqn)) or whole_where_mixed(eqn, n, self._wanted)
-            splits = splits or self._rows(eqn) or agreeing_splits(eqn, self._wanted)
+            splits = safe_splits(eqn, self.inside, n, self._kept(eqn)) or claimed(eqn, self._wanted, self.gathered)
+            splits = splits or whole_where_mixed(eqn, n, self._wanted) or self._rows(eqn)
+            splits = splits or agreeing_splits(eqn, self._wanted)
             if splits is not None:
                 self._held(b, eqn, ins, splits)
             else:
-                b.emit(eqn.replace(invars=ins))
+                b.emit(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
             for v in eqn.outvars:
                 self._pin_value(b, eqn, v, weights)
 
@@ -205,7 +212,9 @@ class _Pinner:
         if isinstance(v, jcore.DropVar):
             return
         if v in self.grads:
-            b.env[v] = self._constrain(b, v, self.grads[v], eqn, "gradient")
+            before = summed_first(eqn, self.grads[v], self.gathered)
+            made = b.read(v) if before is None else self._constrain(b, v, before, eqn, "sum")
+            b.env[v] = self._constrain(b, made, self.grads[v], eqn, "gradient")
         elif v in weights:
             b.env[v] = self._constrain(b, v, weights[v].spec, eqn, "weight")
         elif eqn.primitive.name in _PINNED:
@@ -237,25 +246,8 @@ class _Pinner:
         return entries
 
     def _entries(self, v: Any) -> list[Any] | None:
-        """The plan's rules on a value's logical axes, in their order: a mesh axis splits one dimension of a value. A
-        dimension in which a ruled axis stands behind another one is left to the partitioner."""
-        logical, shape = self.program.logical, shape_of(v)
-        if v not in logical.dims:
-            return self._batch_entries(v)
-        entries: list[Any] = [None] * len(shape)
-        used: set[str] = set()
-        for d in range(len(shape)):
-            if any(axis in logical.dims[v][d][1:] for axis, _ in self.rules):
-                entries[d] = PartitionSpec.UNCONSTRAINED
-        for axis, mesh in self.rules:
-            for d, n in enumerate(shape):
-                free = tuple(a for a in mesh if a not in used)
-                if logical.major(v, d) == axis and free and n % ways(self.plan, free) == 0 and not entries[d]:
-                    size = logical.axes[axis].size
-                    if size % ways(self.plan, free) == 0:
-                        entries[d] = free
-                        used.update(free)
-        return entries if used else None
+        dims = self.program.logical.dims
+        return self.ruled(dims[v], shape_of(v)) if v in dims else self._batch_entries(v)
 
     def _kept(self, eqn: Any) -> Spec | None:
         """The mesh axes that split a gradient where it is made, less those over which it is summed."""
@@ -274,13 +266,7 @@ class _Pinner:
         axes = tuple(a for a in self.axes if a not in taken)
         if not axes or rows.count % ways(self.plan, axes):
             return None
-
-        def spec(value: Any, row: int | None) -> PartitionSpec:
-            free = PartitionSpec.UNCONSTRAINED
-            return PartitionSpec(*(axes if d == row else free for d in range(len(shape_of(value)))))
-
-        operands = [None if row is None else spec(v, row) for v, row in zip(eqn.invars, rows.operands)]
-        return operands, None if rows.result is None else spec(eqn.outvars[0], rows.result)
+        return split_rows(eqn, rows, axes)
 
     def _held(self, b: Builder, eqn: Any, ins: list[Any], splits: Splits) -> None:
         """An equation with operands and result split as told."""

@@ -6,8 +6,12 @@ the matmuls of all tokens. Each row is still worked on by itself, so the rows ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
+from lensjax.passes.windows import Splits
 from lensjax.program.edit import shape_of
 
 
@@ -37,3 +41,14 @@ def ragged_rows(eqn: Any) -> Rows | None:
     free = [d for d in range(len(shape_of(eqn.invars[0]))) if d not in lhs_sum and d not in lhs_batch]
     (group,) = numbers.rhs_group_dimensions
     return Rows((row, None, *rest), len(lhs_batch) + free.index(row), count, (eqn.invars[1], group))
+
+
+def split_rows(eqn: Any, rows: Rows, axes: Sequence[str]) -> Splits:
+    """(a spec of each operand or None, that of the result or None): rows split over these mesh axes, the rest free."""
+
+    def spec(value: Any, row: int) -> PartitionSpec:
+        free = PartitionSpec.UNCONSTRAINED
+        return PartitionSpec(*(tuple(axes) if d == row else free for d in range(len(shape_of(value)))))
+
+    operands = [None if row is None else spec(v, row) for v, row in zip(eqn.invars, rows.operands)]
+    return operands, None if rows.result is None else spec(eqn.outvars[0], rows.result)

@@ -95,7 +95,7 @@ class _Recompute:
         pairs = scan_pairs(jaxpr, name_of)
         around = around | {p.name for p in pairs if p.layers}
         jaxpr, repeated = self._written_out(jaxpr, names, split, pairs, top)
-        for pair in scan_pairs(jaxpr, name_of):
+        for pair in sorted(scan_pairs(jaxpr, name_of), key=lambda p: -p.backward):  # what is recut may grow
             first = _jax.open_jaxpr(jaxpr).eqns[pair.forward].outvars
             if not pair.layers and not any(v in repeated or v in self.copies.old for v in first):
                 self.seen.append(pair.name)

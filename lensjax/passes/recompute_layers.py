@@ -7,6 +7,7 @@ free to run the slice early, or to postpone the weight gradients that hold it al
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
@@ -20,7 +21,7 @@ from lensjax.plan.levels import KEEP, Level
 from lensjax.program.boundary import BackwardPass
 from lensjax.program.edit import is_var
 from lensjax.program.segments import Forward, Segment, forward_of, stored_values
-from lensjax.program.values import Table, nbytes, results, table
+from lensjax.program.values import Table, is_solid, nbytes, reads_memory, results, table
 
 REMAT = ("remat2", "checkpoint")
 OFFLOADED = 2**16  # values below this many bytes are not worth a copy to the host
@@ -77,11 +78,29 @@ def keeps(level: Level, eqn: Any) -> bool:
     return False
 
 
+def all_but_scores(eqns: Sequence[Any]) -> set[Any]:
+    """What XLA has in memory anyway, without attention's scores: results of matmuls that are larger than both operands
+    (queries against keys), and what is made of them up to the next matmul."""
+    read = {a for e in eqns if reads_memory(e) for a in e.invars if is_var(a)}
+    scores: set[Any] = set()
+    kept: set[Any] = set()
+    for eqn in eqns:
+        made = results(eqn)
+        if eqn.primitive.name == "dot_general" and all(nbytes(v) > max(map(nbytes, eqn.invars)) for v in made):
+            scores.update(made)
+        elif not reads_memory(eqn) and any(a in scores for a in eqn.invars if is_var(a)):
+            kept.update(v for v in made if v in read)
+            scores.update(v for v in made if v not in read)
+        else:
+            kept.update(v for v in made if is_solid(eqn) or v in read)
+    return kept
+
+
 def kept_by(level: Level, eqns: Sequence[Any]) -> set[Any]:
     """Values that a level keeps whatever reads them. Of a named value what was given the name is kept: the two are one,
     and the backward may read either. Results of effects are made once, and those of the user's own remat are not put
     into another."""
-    found: set[Any] = set()
+    found = all_but_scores(eqns) if level.kind == "scores" else set[Any]()
     for eqn in eqns:
         if eqn.effects or eqn.primitive.name in REMAT or keeps(level, eqn):
             named = eqn.primitive.name == "name"
@@ -134,6 +153,8 @@ class _Emitter:
         self.gated: set[int] = set()
         self.made: list[Any] = []  # backward values since the last gate
         self.postponed: list[Any] = []
+        self.gates_at: Sequence[int] = ()  # where the gates come, in order
+        self.waiting: dict[Any, int] = {}  # result -> position of its equation, which waits for the next gate
 
     # ---- what becomes of each value -------------------------------------------------------------------------------
 
@@ -149,7 +170,8 @@ class _Emitter:
             number = len(self.parts)
             self.parts.append(part)
             self.home.update((v, number) for v in part.dropped)
-            if level.kind == "offload":
+            # What the backward begins with would be fetched as soon as it is away: it stays.
+            if level.kind == "offload" and any(other.kind != KEEP.kind for _, other in segments[n + 1 : -1]):
                 part.host = [v for v in part.inputs if self._movable(v, facts)]
                 self.to_host.update(part.host)
             for v in (*part.dropped, *part.host):
@@ -213,9 +235,12 @@ class _Emitter:
 
     def run(self) -> list[Any]:
         first = min((self.after[v] for v in self.after), default=len(self.inner.eqns))
+        self.gates_at = self._places()
         for i, eqn in enumerate(self.inner.eqns):
             if i < first:
                 self.b.copy(eqn)
+            elif self._waits(i, eqn):
+                self.waiting.update((v, i) for v in results(eqn))
             else:
                 self._backward(i, eqn)
             for v in results(eqn):
@@ -228,6 +253,8 @@ class _Emitter:
         for n in sorted({self.home[a] for a in due if a in self.home and a not in self.again}, reverse=True):
             if n not in self.gated:
                 self._gate(n, i, eqn)
+        if i in self.gates_at or any(is_var(a) and a in self.waiting for a in eqn.invars):
+            self._release()
         for a in due:
             if a in self.host and a not in self.again:
                 self._fetch([a], i, eqn)
@@ -235,6 +262,43 @@ class _Emitter:
         self.b.emit(eqn.replace(invars=ins))
         if any(s.split <= i < s.stop for s in self.spans):
             self.made.extend(results(eqn))
+
+    def _places(self) -> list[int]:
+        """Positions of the first backward reader of each part."""
+        found: dict[int, int] = {}
+        for i, eqn in enumerate(self.inner.eqns):
+            for a in eqn.invars:
+                if is_var(a) and a in self.home and i >= self.after[a]:
+                    found.setdefault(self.home[a], i)
+        return sorted(found.values())
+
+    def _waits(self, i: int, eqn: Any) -> bool:
+        """Whether an equation waits for the last gate of its backward: one that makes a weight gradient (a bias's) of
+        nothing but cotangents that pass that gate. No later gate ties it, so XLA would reduce it over the devices
+        together with the gradients of the layer before, which then are late for this one."""
+        nth = bisect.bisect_left(self.gates_at, i)
+        span = next((s for s in self.spans if s.split <= i < s.stop), None)
+        if not self.gates.late or eqn.effects or span is None or nth == len(self.gates_at):
+            return False
+        gate, *later = self.gates_at[nth:]
+        operands = [a for a in eqn.invars if is_var(a)]
+        return (
+            i < gate < span.stop
+            and not (later and later[0] < span.stop)
+            and bool(operands)
+            and not any(map(self.gates.batched, results(eqn)))
+            and all(a in self.waiting or self._passes(a, span.split, gate) for a in operands)
+        )
+
+    def _release(self) -> None:
+        """Emits the equations that wait."""
+        positions, self.waiting = sorted(set(self.waiting.values())), {}
+        for i in positions:
+            self._backward(i, self.inner.eqns[i])
+
+    def _passes(self, v: Any, split: int, gate: int) -> bool:
+        made = self.values.made.get(v, -1)
+        return made >= split and self.gates.batched(v) and self.values.last.get(v, -1) >= gate
 
     def _gate(self, n: int, at: int, like: Any) -> None:
         part = self.parts[n]

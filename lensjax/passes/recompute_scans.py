@@ -17,7 +17,8 @@ from jax import numpy as jnp
 from jax.extend import core as jcore
 
 from lensjax import _jax
-from lensjax.passes.recompute_copy import DEVICE, HOST, Copies, Writer, live
+from lensjax.passes.recompute_copy import HOST, Copies, Writer, live
+from lensjax.passes.recompute_fetch import fetch
 from lensjax.passes.recompute_layers import OFFLOADED, Layer, aliases, kept_by
 from lensjax.plan.levels import Level
 from lensjax.program.edit import is_var
@@ -96,7 +97,7 @@ def recompute_scan(jaxpr: Any, pair: Pair, level: Level, copies: Copies, record:
     ahead, stacks = _forward(forward, cut, host, copies)
     back = _backward(forward, backward, cut, stacks, host, copies)
     eqns = list(inner.eqns)
-    eqns[pair.forward], eqns[pair.backward] = ahead, back
+    eqns[pair.forward], eqns[pair.backward : pair.backward + 1] = ahead, back
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
@@ -192,8 +193,10 @@ def _forward(eqn: Any, cut: _Cut, host: Set[Any], copies: Copies) -> tuple[Any, 
     return _jax.rescan(eqn, invars=eqn.invars, outvars=outs, body=new), stacks
 
 
-def _backward(forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies) -> Any:
-    """The backward scan with the slice in front of its body."""
+def _backward(
+    forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host: Set[Any], copies: Copies
+) -> list[Any]:
+    """The backward scan with the slice in front of its body, behind what it needs before it."""
     ahead = _jax.open_jaxpr(forward.params["jaxpr"])
     body = _jax.open_jaxpr(eqn.params["jaxpr"])
     consts, carry = _jax.scan_split(eqn)
@@ -201,38 +204,32 @@ def _backward(forward: Any, eqn: Any, cut: _Cut, stacks: Mapping[Any, Any], host
     ahead_consts = set(ahead.invars[: _jax.scan_split(forward)[0]])
     operand = {v: stacks.get(v) or cut.held.get(v) or outer[v] for v in cut.inputs}
     new_consts = [v for v in cut.inputs if v in ahead_consts]
-    new_xs = [v for v in cut.inputs if v not in ahead_consts]
-    fresh = {}
-    for v in cut.inputs:
-        aval = v.aval
-        if v in host:
-            stacked = stacks[v].aval
-            aval = stacked.update(shape=stacked.shape[1:])
-        fresh[v] = copies.fresh(v, aval)
+    new_xs = [v for v in cut.inputs if v not in ahead_consts and v not in host]
     xs = list(zip(eqn.invars[consts + carry :], body.invars[consts + carry :]))
     stay = [(a, v) for a, v in xs if not (is_var(a) and a in cut.dropped)]
-    w = Writer(copies)
-    like = body.eqns[0] if body.eqns else forward
-    env: dict[Any, Any] = dict(fresh)
-    late = [v for v in cut.inputs if v in host]
-    cotangents = list(body.invars[consts : consts + carry])
-    if late and cotangents:
-        outs = w.tie([*(env[v] for v in late), *cotangents], like)
-        env.update(zip(late, outs))
-        w.env.update(zip(cotangents, outs[len(late) :]))
-    env.update((v, w.put(env[v], DEVICE, like)) for v in late)
+    around, w = Writer(copies), Writer(copies)
+    fetched = fetch(eqn, [v for v in cut.inputs if v in host], stacks, around, w)
+    fresh: dict[Any, Any] = {v: copies.fresh(v) for v in (*new_consts, *new_xs)}
+    env = fresh | dict(zip(fetched.values, fetched.held))
     for e in cut.slice:
         w.clone(e, env)
     w.env.update((v, env[cut.dropped[a]]) for a, v in xs if is_var(a) and a in cut.dropped)
     for e in body.eqns:
         w.copy(e)
     invars = [
-        *body.invars[:consts], *(fresh[v] for v in new_consts), *cotangents,
-        *(v for _, v in stay), *(fresh[v] for v in new_xs),
+        *body.invars[:consts], *(fresh[v] for v in new_consts), *fetched.stacks,
+        *body.invars[consts : consts + carry], *fetched.held,
+        *(v for _, v in stay), *(fresh[v] for v in new_xs), *fetched.rows,
     ]  # fmt: skip
-    new = live(_jax.rebuild(eqn.params["jaxpr"], invars=invars, eqns=w.eqns, outvars=w.read_all(body.outvars)))
+    outs = w.read_all(body.outvars)
+    outs[carry:carry] = fetched.ahead
+    new = live(_jax.rebuild(eqn.params["jaxpr"], invars=invars, eqns=w.eqns, outvars=outs))
     operands = [
-        *eqn.invars[:consts], *(operand[v] for v in new_consts), *eqn.invars[consts : consts + carry],
-        *(a for a, _ in stay), *(operand[v] for v in new_xs),
+        *eqn.invars[:consts], *(operand[v] for v in new_consts), *fetched.operands,
+        *eqn.invars[consts : consts + carry], *fetched.first,
+        *(a for a, _ in stay), *(operand[v] for v in new_xs), *fetched.order,
     ]  # fmt: skip
-    return _jax.rescan(eqn, invars=operands, outvars=eqn.outvars, body=new, consts=consts + len(new_consts))
+    unread = [jcore.DropVar(v.aval) for v in fetched.values]
+    outvars = [*eqn.outvars[:carry], *unread, *eqn.outvars[carry:]]
+    count = {"consts": consts + len(new_consts) + len(unread), "carry": carry + len(unread)}
+    return [*around.eqns, _jax.rescan(eqn, invars=operands, outvars=outvars, body=new, **count)]

@@ -79,6 +79,8 @@ def _body(jaxpr: Any, arguments: bool) -> list[Any]:
     # Results keep their variables, so that the body's outvars stay what they are.
     back = {new: old for old, new in b.env.items() if old not in jaxpr.invars}
     swap = back | {old: new for new, old in back.items()}
+    if not swap:
+        return b.eqns
     name = lambda a: swap.get(a, a) if is_var(a) else a
     return [e.replace(invars=[name(a) for a in e.invars], outvars=[name(v) for v in e.outvars]) for e in b.eqns]
 

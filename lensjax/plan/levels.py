@@ -1,6 +1,8 @@
 """Levels: what a layer keeps from its forward for its backward, as the plan's field `layers` spells it.
 
     keep       everything (what JAX does)
+    scores     everything but attention's scores: results of matmuls that are larger than what they multiply, and what
+               is made of them before another matmul reads it. These, and what is element by element, are made again
     dots       results of matmuls without batch dimensions, convolutions and kernels; the rest is made again
     named      the values that the user named with `jax.ad_checkpoint.checkpoint_name`; "named:attn,mlp": only these
     inputs     what the layer is given; its forward runs again in the backward
@@ -19,7 +21,7 @@ from collections.abc import Mapping
 
 from lensjax._errors import PlanError
 
-LEVELS = ("keep", "dots", "named", "inputs", "recompute", "offload")
+LEVELS = ("keep", "scores", "dots", "named", "inputs", "recompute", "offload")
 _PART = re.compile(r"^(?P<kind>[a-z]+)(:(?P<names>[^*+]+))?(\*(?P<count>\d+))?$")
 
 

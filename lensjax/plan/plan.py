@@ -128,12 +128,12 @@ class Plan:
     leaves    {path: spec}: tensors whose sharding is given one by one (state leaves; what is not listed is whole)
     gather    {layer: "once" | "again"}: whether split weights are gathered once, or again in the backward ("*": the
     rest)
-    layers    {layer: level}: what each layer keeps for its backward. Levels: "keep" (everything), "dots" (results of
-              matmuls without batch dimensions, convolutions and kernels), "named" or "named:a,b" (values that the user
-              named with checkpoint_name), "inputs" (what the layer is given), "recompute" (as inputs, several layers
-              as one where that holds less), "offload" (as inputs, in the host's memory). A stack of scanned layers may
-              have several, in forward order: "recompute*28+keep*4". Layers are named by the common path of their
-              parameters; patterns match (fnmatch), "*" stands for all
+    layers    {layer: level}: what each layer keeps for its backward. Levels: "keep" (everything), "scores" (all but
+              attention's scores), "dots" (results of matmuls without batch dimensions, convolutions and kernels),
+              "named" or "named:a,b" (values that the user named with checkpoint_name), "inputs" (what the layer is
+              given), "recompute" (as inputs, several layers as one where that holds less), "offload" (as inputs, in the
+              host's memory). A stack of scanned layers may have several, in forward order: "recompute*28+keep*4".
+              Layers are named by the common path of their parameters; patterns match (fnmatch), "*" stands for all
     micro     micro-batches
     reduce    {tier: Reduce}
     chunks    in how many parts the head is computed: logits, loss and their gradients, some positions at a time, so

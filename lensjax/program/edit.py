@@ -28,6 +28,12 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+@functools.lru_cache(maxsize=65536)
+def type_text(aval: Any) -> str:
+    """A type as text. A program repeats a few hundred, and writing one takes longer than the rest of an equation."""
+    return str(aval)
+
+
 # ---- bodies ---------------------------------------------------------------------------------------------------------
 
 _BODIES = {
@@ -48,8 +54,10 @@ def bodies(eqn: Any) -> Iterator[Any]:
 
 def map_bodies(eqn: Any, fn: Callable[[Any, int], Any]) -> Any:
     """`eqn` with each of its bodies replaced by `fn(body, index)` (same arguments and results)."""
+    if eqn.primitive.name not in _BODIES:  # nearly all
+        return eqn
     params, index = dict(eqn.params), 0
-    for key in _BODIES.get(eqn.primitive.name, ()):
+    for key in _BODIES[eqn.primitive.name]:
         value = params[key]
         many = isinstance(value, tuple | list)
         new = []
@@ -136,7 +144,8 @@ class Builder:
 
     def copy(self, eqn: Any, **changes: Any) -> Any:
         """Emits `eqn` with its operands looked up in `env`; its result variables stay the same objects."""
-        eqn = eqn.replace(invars=self.read_all(eqn.invars), **changes)
+        if self.env or changes:
+            eqn = eqn.replace(invars=self.read_all(eqn.invars), **changes)
         self.eqns.append(eqn)
         return eqn
 

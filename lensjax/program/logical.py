@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,14 +48,20 @@ def logical_axes(jaxpr: Any, names: Sequence[str], batch: Mapping[int, int], fir
     `first` (parameters) before the others; `batch`: {argument: dimension} of the batch. Raises PartitionError or
     UnsupportedJax as the partitioner does."""
     inner = _jax.open_jaxpr(jaxpr)
-    number: dict[Hashable, int] = {}
+    number: dict[tuple[Any, ...], int] = {}
     forms, examples = {}, []
     for eqn in _leaves(inner):
         forms[id(eqn)] = number.setdefault(_form(eqn), len(number))
         if len(number) > len(examples):
             examples.append(eqn)
-    rules = _rules(examples)
-    joiner = _Joiner({eqn: rules[n] for eqn, n in forms.items()})
+    rules = [_RULES.get(form) for form in number]
+    asked = [i for i, r in enumerate(rules) if r is None]
+    for i, rule in zip(asked, _rules([examples[i] for i in asked])):
+        rules[i] = rule
+    if len(_RULES) > _MOST:
+        _RULES.clear()
+    _RULES.update((form, r) for form, r in zip(number, rules) if r is not None and form[-1])
+    joiner = _Joiner({eqn: rules[n] for eqn, n in forms.items()})  # type: ignore[misc]
     joiner.body(inner)
     axes, dims = joiner.finish(inner)
     return Logical(axes, _names([dims[v] for v in inner.invars], len(axes), names, batch, first), dims)
@@ -74,6 +80,11 @@ def _names(
                 names.setdefault(axis, f"{inner}[{d}]" + (f".{k}" if len(dimension) > 1 else ""))
     return tuple(names.get(i, f"inner {i}") for i in range(count))
 
+
+# Form of an equation -> its rule, and how many are remembered: steps that are planned in several ways (shares of the
+# batch, fewer layers) have them in common, and asking takes longer than all the rest.
+_RULES: dict[tuple[Any, ...], _Rule] = {}
+_MOST = 20_000
 
 # ---- one kind of equation -------------------------------------------------------------------------------------------
 
@@ -108,11 +119,14 @@ def _needs_rule(eqn: Any) -> bool:
     return shaped and not eqn.effects and eqn.primitive.name not in _IDENTITY
 
 
-def _form(eqn: Any) -> Hashable:
-    """Equal for equations that split alike. What cannot be compared (a kernel, an array) counts as different."""
-    params = tuple((k, v if _hashable(v) else id(v)) for k, v in sorted(eqn.params.items()))
+def _form(eqn: Any) -> tuple[Any, ...]:
+    """Equal for equations that split alike. What cannot be compared (a kernel, an array) counts as different; the last
+    entry says whether everything can, so that the form means the same in another program."""
+    lasting = all(map(_hashable, eqn.params.values()))
+    params = tuple((k, v if lasting or _hashable(v) else id(v)) for k, v in sorted(eqn.params.items()))
     ins = tuple((is_var(a), shape_of(a), getattr(a.aval, "dtype", None)) for a in eqn.invars)
-    return eqn.primitive, params, ins, tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in eqn.outvars)
+    outs = tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in eqn.outvars)
+    return eqn.primitive, params, ins, outs, lasting
 
 
 def _hashable(value: Any) -> bool:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from lensjax import _jax
 from lensjax._collect import seldom_collected
 from lensjax._errors import BatchError
 from lensjax.program.batch import Batch, find_batch
-from lensjax.program.edit import bodies, is_var
+from lensjax.program.edit import bodies, is_var, type_text
 from lensjax.program.flow import compute_arguments, dependencies, mixed_arguments
 from lensjax.program.layers import Layer, find_layers, scanned_leading
 from lensjax.program.logical import Logical, logical_axes
@@ -282,6 +282,24 @@ def _axes_of(prefix: Any, arg: Any, n: int) -> list[int | None]:
         ) from e
 
 
+More = ParamSpec("More")
+Fact = TypeVar("Fact")
+
+
+def once(fact: Callable[Concatenate[Program, More], Fact]) -> Callable[Concatenate[Program, More], Fact]:
+    """A fact of a program, found once for the same further arguments and kept with it, as its cached properties are:
+    every preset and every size of a mesh axis asks again. What is returned is not to be changed."""
+
+    @functools.wraps(fact)
+    def found(program: Program, *more: More.args, **named: More.kwargs) -> Fact:
+        key = f"{fact.__module__}.{fact.__name__}{(more, named)}"
+        if key not in program.__dict__:
+            program.__dict__[key] = fact(program, *more, **named)
+        return program.__dict__[key]
+
+    return found
+
+
 def _digest(jaxpr: Any, h: Any) -> None:
     number = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -290,7 +308,7 @@ def _digest(jaxpr: Any, h: Any) -> None:
             h.update((f"{number.get(a, -1)}," if is_var(a) else f"={_literal(a.val)},").encode())
         for v in eqn.outvars:
             number[v] = len(number)
-            h.update(str(v.aval).encode())
+            h.update(type_text(v.aval).encode())
         for key in sorted(eqn.params):
             value = eqn.params[key]
             if isinstance(value, int | str | bool | float | np.dtype) or (

@@ -19,12 +19,12 @@ import numpy as np
 from lensjax import _jax
 from lensjax.program.boundary import BackwardPass
 from lensjax.program.edit import is_var
-from lensjax.program.values import Table, is_solid, results, table
+from lensjax.program.values import Table, is_solid, reads_memory, results, table
 
 CANDIDATES = 250  # narrowest places that the dynamic program looks at
 THRESHOLDS = 120  # limits on what one segment may drop
 # Layers that the user numbered are taken unless nameless cuts hold this much less.
-PREFERENCE = 0.9
+PREFERENCE = 0.7
 # A cast or transpose of a parameter is that parameter: what counts is where it is computed with.
 VIEWS = frozenset(
     "convert_element_type copy transpose reshape squeeze slice broadcast_in_dim sharding_constraint".split()
@@ -205,13 +205,15 @@ def _shortest(price: np.ndarray) -> list[int]:
 
 def stored_values(inner: Any, facts: Forward) -> set[Any]:
     """Forward values that XLA stores for the backward: what it reads, pulled back through element-wise chains (which
-    are fused, and made again for nothing) to what is worth storing."""
+    are fused, and made again for nothing) to what is worth storing, or in memory anyway because a matmul reads it."""
     span = facts.span
     need = {v for v in facts.backward}
-    made = {v for e in inner.eqns[span.start : span.split] for v in results(e)}
-    for eqn in reversed(inner.eqns[span.start : span.split]):
-        if not is_solid(eqn) and any(v in need for v in results(eqn)):
-            need -= set(eqn.outvars)
+    eqns = inner.eqns[span.start : span.split]
+    made = {v for e in eqns for v in results(e)}
+    written = {a for e in eqns if reads_memory(e) for a in e.invars if is_var(a)}
+    for eqn in reversed(eqns):
+        if not is_solid(eqn) and any(v in need and v not in written for v in results(eqn)):
+            need -= {v for v in eqn.outvars if v not in written}
             need |= {a for a in eqn.invars if is_var(a) and a in made}
     return need
 

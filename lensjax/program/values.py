@@ -21,6 +21,8 @@ SOLID = frozenset(
     select_and_gather_add fft cholesky triangular_solve eigh svd qr lu""".split()
 )
 _SOLID_PREFIXES = ("reduce_", "cum", "arg")
+# Of these, those whose operands a fusion may make on the way.
+_FUSED_INTO = frozenset({"gather", "reduce_window", "reduce_window_sum", "reduce_window_max"})
 
 
 def nbytes(atom: Any) -> int:
@@ -38,6 +40,11 @@ def is_solid(eqn: Any) -> bool:
     """Whether XLA stores the result of an equation: others are fused into their readers and cost nothing to remake."""
     name = eqn.primitive.name
     return name in SOLID or (name.startswith(_SOLID_PREFIXES) and name != "reduce_precision")
+
+
+def reads_memory(eqn: Any) -> bool:
+    """Whether an equation's operands must be in memory (a matmul's, a loop's): no fusion makes them on the way."""
+    return eqn.primitive.name in SOLID and eqn.primitive.name not in _FUSED_INTO
 
 
 def results(eqn: Any) -> list[Any]:

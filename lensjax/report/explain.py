@@ -17,7 +17,8 @@ from lensjax.report.alike import alike
 from lensjax.report.chunks import Chunked, proposal
 from lensjax.report.flow import Flow
 from lensjax.report.units import duration, size, spec, typed
-from lensjax.search.choose import Candidate, Choice, largest_leaves
+from lensjax.search.candidates import TIE, Candidate
+from lensjax.search.choose import Choice, largest_leaves
 from lensjax.search.judged import disagreement
 
 
@@ -169,9 +170,16 @@ def reasons(choice: Choice) -> Flow | None:
     mine, lines = choice.plan.predicted, []
     fitting = [c for c in priced if c.fits(choice.memory)]
     if fitting:
-        asked = mine.step_s > fitting[0].step_s  # a codec that was named, a plan that was given
-        over = "beside" if asked else "chosen over"
-        lines.append(f"{over} {fitting[0].name}: {against(mine, fitting[0])}{', as was asked for' if asked else ''}")
+        first = fitting[0]
+        behind = mine.step_s - first.step_s
+        if 0 < behind <= TIE * first.step_s and choice.plan.name in [c.name for c in choice.candidates]:
+            lines.append(
+                f"{first.name} is {duration(behind)} faster: too little to tell the two apart, and a plan that has a "
+                "name is taken then"
+            )
+        else:  # slower: a codec that was named, or a plan that was given
+            over, why = ("beside", ", as was asked for") if behind > 0 else ("chosen over", "")
+            lines.append(f"{over} {first.name}: {against(mine, first)}{why}")
     for c in priced:
         if c.step_s < mine.step_s and not c.fits(choice.memory):
             over = c.plan.predicted.peak_bytes - choice.memory  # type: ignore[union-attr]

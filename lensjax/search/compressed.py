@@ -20,7 +20,8 @@ from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import falls_back
 from lensjax.plan.plan import Plan, Reduce
 from lensjax.program.program import Program
-from lensjax.search.choose import Candidate, Choice
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice
 from lensjax.topology.cluster import Cluster
 
 AUTO = ("int8", "int4")  # mildest first

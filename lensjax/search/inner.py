@@ -105,7 +105,8 @@ class Model:
 
     piece: whether seconds are those of one piece, followed by what is done once (gradients that travel, the optimizer),
     instead of the whole batch's. Gradients are then summed over the pieces where they are made, and travel once.
-    like: a model of the same program and tables on other devices or in other pieces: what rules lay is worked out once.
+    like: a model of the same program and tables on other devices or in other pieces: what rules lay is worked out once,
+    and on the same devices what does not depend on the pieces.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class Model:
         self._class_pieces = np.where(active, self.pieces, 1)
         batched = np.array([any(a in t.inputs for d in dims for a in d) for dims in t.kernel_axes], bool)
         self._kernel_pieces = np.where(batched | (t.kernel_bytes[:, active] > 0).any(axis=1), self.pieces, 1)
-        self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = {}
+        alike = like is not None and like.links is links and like.pieces == self.pieces
+        self._parts: dict[tuple[Pattern, tuple[int, ...]], Parts] = like._parts if like is not None and alike else {}
         self._laid: dict[Pattern, tuple[Laid, Storing]] = like._laid if like is not None else {}
 
     def laid(self, pattern: Pattern) -> tuple[Laid, Storing]:
@@ -143,7 +145,7 @@ class Model:
         """Kernel seconds of a floor that are not a piece's: the launches of the optimizer's kernels."""
         t = self.t
         idle = (t.kernel_seconds == 0) & ~t.kernel_bytes.any(axis=1)
-        return float((t.kernel_launch * np.array(t.regions)[t.kernel_region])[idle].sum())
+        return float((t.kernel_launch * t.kernel_trips)[idle].sum())
 
     def least(self, pattern: Pattern, sizes: tuple[int, ...]) -> float:
         """Bytes that no storage choice can undercut: activations, the batch and what is never split."""
@@ -178,12 +180,12 @@ class Model:
         traffic = t.kernel_bytes @ (1.0 / (ways * self._class_pieces)) / t.bandwidth
         each = np.maximum(arithmetic, traffic) + t.kernel_launch
         regions = len(t.regions)
-        kernels = np.bincount(t.kernel_region, weights=each * np.array(t.regions)[t.kernel_region], minlength=regions)
+        kernels = np.bincount(t.kernel_region, weights=each * t.kernel_trips, minlength=regions)
         blocking, calls = np.zeros(regions), np.zeros(regions)
-        for op, axes, split, nbytes, trips, where in laid.calls:
+        for op, axes, split, nbytes, trips, where, times in laid.calls:
             each = nbytes / 2.0 ** sum(scale[m] for m in split) / self.pieces
             np.add.at(blocking, where, trips * self.links.seconds(op, sizes, axes, each))
-            np.add.at(calls, where, each >= MOVED)
+            np.add.at(calls, where, times * (each >= MOVED))
         return kernels, blocking, ways, calls
 
     def case(self, pattern: Pattern, sizes: tuple[int, ...], again: bool) -> Case:

@@ -13,7 +13,8 @@ from lensjax._errors import BatchError, CompileError, PlanError, UnsupportedJax
 from lensjax.plan.pins import Pin
 from lensjax.plan.plan import Plan
 from lensjax.program.program import Program
-from lensjax.search.choose import Candidate, Choice, nothing_fits, tier_names
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice, nothing_fits, tier_names
 from lensjax.search.presets import enumerate_presets, preset
 from lensjax.topology.cluster import Cluster
 

@@ -7,6 +7,7 @@ that sum finds the fastest choice exactly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ from lensjax.topology.cluster import Cluster
 SUMS = 4_000
 # Whole plans priced for one choice; each is lowered and partitioned.
 ROUNDS = 3
+# Levels that are priced whole first, for all layers at once: what the inner figures are wrong by is known then.
+PRICED = ("scores", "dots", "inputs")
 
 
 def cheapest(layers: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
@@ -90,18 +93,71 @@ def levels(
             fitting.append(made)
         return made
 
-    for parts in (1, 2) if any(g.count > 1 for g in found) else (1,):
-        budget = memory - outside
-        for _ in range(ROUNDS):
-            choice = solve(found, budget, parts)
-            made = attempt(choice) if choice else None
-            if made is None or made.predicted is None or made.predicted.peak_bytes <= memory:
-                break
-            budget -= 1.05 * (made.predicted.peak_bytes - memory)
+    found = measured(found, whole, attempt)
+    # What is offloaded is made again as well: it is never faster, and only tried where nothing else fits.
+    for some in (on_device(found), found):
+        for parts in (1, 2) if any(g.count > 1 for g in found) else (1,):
+            budget = memory - outside
+            for _ in range(ROUNDS):
+                choice = solve(some, budget, parts)
+                made = attempt(choice) if choice else None
+                if made is None or made.predicted is None or made.predicted.peak_bytes <= memory:
+                    break
+                budget -= 1.05 * (made.predicted.peak_bytes - memory)
+        if fitting:
+            break
     if not fitting:
-        for kind in ("inputs", "recompute"):
-            attempt({"*": kind})
+        attempt({"*": "recompute"})
     return min(fitting, key=lambda p: p.predicted.step_s if p.predicted else 0.0, default=None)
+
+
+def on_device(found: Sequence[Group]) -> tuple[Group, ...]:
+    """`found` without the levels that offload."""
+    return tuple(dataclasses.replace(g, options=tuple(o for o in g.options if not o.host)) for g in found)
+
+
+def measured(found: Sequence[Group], whole: Plan, priced: Callable[[dict[str, str]], Plan | None]) -> tuple[Group, ...]:
+    """`found` corrected by levels that are priced for all layers at once. `whole`: the plan that keeps everything;
+    `priced`: {layer: level} -> the plan with it."""
+    assert whole.predicted is not None
+    outside = max(whole.predicted.peak_bytes - _held(found), 0.0)
+    for kind in PRICED:
+        made = priced({"*": kind})
+        if made is not None and made.predicted is not None:
+            more, held = made.predicted.step_s - whole.predicted.step_s, made.predicted.peak_bytes - outside
+            found = corrected(found, kind, more, held)
+    return tuple(found)
+
+
+def corrected(found: Sequence[Group], kind: str, seconds: float, held: float) -> tuple[Group, ...]:
+    """`found` with its figures for one level moved so that all layers at that level add `seconds` to a step and hold
+    `held` bytes, as priced whole. What is not kept is not written to memory and read back either (a scan stacks it):
+    a step may be faster for it, which the figures of one layer do not show.
+
+    The error in seconds is shared out by the bytes that a layer does not keep; levels that are made of the same
+    recompute and are not priced (`named`, `offload`) are moved with `inputs`."""
+    moved = {"inputs": ("inputs", "named", "offload")}.get(kind, (kind,))
+    at = [(g, next((o for o in g.options if o.level == kind), None)) for g in found]
+    gone = sum((g.options[0].kept - o.kept) * g.count for g, o in at if o is not None)
+    if gone <= 0:
+        return tuple(found)
+    rate = (seconds - sum(o.seconds * g.count for g, o in at if o is not None)) / gone
+    before, most = 0.0, 0.0
+    for g, o in at:
+        o = o or g.options[0]
+        most = max(most, before + o.kept * (g.count - 1) + o.need)
+        before += o.kept * g.count
+    made = []
+    for g in found:
+        options = []
+        for o in g.options:
+            if o.level in moved:
+                more = rate * (g.options[0].kept - o.kept)
+                need = max(o.kept, o.need + held - most)
+                o = dataclasses.replace(o, seconds=o.seconds + more, need=need)
+            options.append(o)
+        made.append(dataclasses.replace(g, options=tuple(options)))
+    return tuple(made)
 
 
 def solve(found: Sequence[Group], budget: float, parts: int = 2) -> dict[str, str]:

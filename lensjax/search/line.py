@@ -231,7 +231,7 @@ class _Liner:
         t = self.t
         each = np.maximum(t.kernel_seconds, t.kernel_bytes.sum(axis=1) / t.bandwidth) + t.kernel_launch
         idle = (t.kernel_seconds == 0) & ~t.kernel_bytes.any(axis=1)  # the optimizer's: once a step
-        weights = np.where(idle, 0.0, each * np.array(t.regions)[t.kernel_region])
+        weights = np.where(idle, 0.0, each * t.kernel_trips)
         return np.bincount(t.kernel_node, weights=weights, minlength=len(self.nodes))
 
     def _crossing(self, turn: int, length: int) -> dict[int, float]:

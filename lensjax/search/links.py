@@ -6,6 +6,7 @@ meshes of a search share almost all of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,8 @@ class Links:
         if not lie:
             return np.zeros(amounts.shape)
         lines = self.lines(op, lie)
+        if not amounts.ndim:  # what a search asks for most
+            return (lines[..., 0] + lines[..., 1] * amounts).min(axis=1).max() if amounts > 0 else np.zeros(())
         each = (
             lines[..., 0].reshape(*lines.shape[:2], *(1,) * amounts.ndim)
             + lines[..., 1].reshape(*lines.shape[:2], *(1,) * amounts.ndim) * amounts
@@ -51,6 +54,11 @@ class Links:
 
 def lie_of(sizes: Sequence[int], axes: Sequence[int]) -> Lie:
     """((size, stride), ...) of the groups along some axes of a row-major mesh, outermost first, neighbours merged."""
+    return _lie_of(tuple(sizes), tuple(axes))
+
+
+@functools.lru_cache(maxsize=65536)
+def _lie_of(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Lie:
     out: list[tuple[int, int]] = []
     for a in sorted(axes):
         n, stride = sizes[a], math.prod(sizes[a + 1 :])

@@ -80,8 +80,8 @@ class Pricing:
     """Prices pipelines of one problem: how many stages, how many micro-batches."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
-        self.stages = Stages(problem)
+        self.problem = problem.written_out
+        self.stages = Stages(self.problem)
         self.units, self.seconds = self.stages.line.units()
         self._sizes: dict[int, tuple[int, ...]] = {}
 

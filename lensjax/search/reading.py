@@ -17,7 +17,8 @@ def solution_of(problem: Problem, plan: Plan) -> Solution | None:
     tables do not know)."""
     names = [a.name for a in plan.mesh.axes]
     at = {n: i for i, n in enumerate(names)}
-    rules = _rules(problem, plan, at)
+    seen = problem.narrowed(plan)
+    rules = _rules(problem, seen, at) if seen is not None else None
     if rules is None or plan.mesh.order is not None:
         return None
     sizes = tuple(a.size for a in plan.mesh.axes)
@@ -33,7 +34,7 @@ def _rules(problem: Problem, plan: Plan, at: dict[str, int]) -> tuple[Rule, ...]
     axes, rules = problem.axes, []
     number: dict[str, list[int]] = {}
     for own, theirs in axes.logical.items():
-        number.setdefault(problem.program.logical.names[theirs], []).append(own)
+        number.setdefault(problem.seen.logical.names[theirs], []).append(own)
     for name, mesh in plan.rules.activations.items():
         mine = list(axes.batch) if name == "batch" else number.get(name)
         if mine is None:

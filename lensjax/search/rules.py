@@ -36,7 +36,7 @@ class Pattern:
 @dataclasses.dataclass(frozen=True)
 class Sent:
     """A collective of activations: `bytes` unsplit, divided by the sizes of the axes in `split` where it is sent; over
-    `axes`, `trips` times, in `region`."""
+    `axes`, `trips` times, in `region`, of which each trip has it `times` times."""
 
     op: str
     axes: tuple[int, ...]
@@ -44,6 +44,7 @@ class Sent:
     bytes: float
     trips: int
     region: int
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +60,12 @@ class Laid:
 
     @functools.cached_property
     def calls(self) -> tuple[tuple[Any, ...], ...]:
-        """What is sent, by kind: (op, axes, split, bytes, trips, regions), the last three as arrays."""
+        """What is sent, by kind: (op, axes, split, bytes, trips, regions, times), the last four as arrays."""
         kinds: dict[tuple, list[Sent]] = {}
         for s in self.sent:
             kinds.setdefault((s.op, s.axes, s.split), []).append(s)
         return tuple(
-            (*kind, *(np.array([getattr(s, name) for s in members]) for name in ("bytes", "trips", "region")))
+            (*kind, *(np.array([getattr(s, name) for s in members]) for name in ("bytes", "trips", "region", "times")))
             for kind, members in kinds.items()
         )
 
@@ -76,9 +77,12 @@ def lay(t: Tables, pattern: Pattern) -> Laid:
     for c, (kind, dims) in enumerate(t.classes):
         if kind != STORED:
             classes[c, layout.used(dims)] = True
-    kernels = np.zeros((len(t.kernel_axes), width), bool)
-    for k, dims in enumerate(t.kernel_axes):
-        kernels[k, layout.used(dims)] = True
+    number: dict[Dims, int] = {}  # many kernels run over the same dimensions
+    alike = [number.setdefault(dims, len(number)) for dims in t.kernel_axes]
+    kinds = np.zeros((len(number), width), bool)
+    for dims, k in number.items():
+        kinds[k, layout.used(dims)] = True
+    kernels = kinds[np.array(alike, int)]
     weights = np.zeros((len(t.groups), width), bool)
     for g, group in enumerate(t.groups):
         weights[g, layout.used(t.argument_dims[group.leaves[0]])] = True
@@ -92,13 +96,18 @@ class Layout:
         self.t, self.pattern = t, pattern
         self.summed_by_groups = set(pattern.axes("data", "expert", "sequence"))
         self.cache: dict[Dims, tuple[tuple[int, ...], ...]] = {}
+        self.ruling: dict[int, list[int]] = {}  # logical axis -> the rules that are about it
+        for i, (axis, _) in enumerate(pattern.rules):
+            self.ruling.setdefault(axis, []).append(i)
 
     def spec(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
         """Mesh axes of each dimension."""
         if dims not in self.cache:
             entries: list[tuple[int, ...]] = [()] * len(dims)
             taken: set[int] = set()
-            for axis, mesh in self.pattern.rules:
+            # An unrolled network has rules for the axes of every layer: only those of these dimensions count.
+            for i in sorted({i for dim in dims if dim for i in self.ruling.get(dim[0], ())}):
+                axis, mesh = self.pattern.rules[i]
                 for d, dim in enumerate(dims):
                     free = tuple(m for m in mesh if m not in taken)
                     if free and dim and dim[0] == axis and not entries[d]:
@@ -136,7 +145,7 @@ class Layout:
                 moved.setdefault("all_to_all" if exchanged else "all_gather", []).append(m)
             for op, axes in moved.items():
                 rest = [m for m in own if m not in axes] if op == "all_gather" else list(own)
-                out.append(self.event(op, axes, rest, v, c.region, (v,)))
+                out.append(self.event(op, axes, rest, v, c, (v,)))
         lies = {m: d for d, axes in enumerate(self.spec(result)) for m in axes}
         moved = {}
         for m, f in at.items():
@@ -151,15 +160,15 @@ class Layout:
             rest = list(lies) if op in ("all_reduce", "all_to_all") else [m for m in lies if m not in axes]
             summed = op in ("all_reduce", "reduce_scatter") and c.total >= 0
             key = (c.total if summed else c.result, "result")
-            out.append(self.event(op, axes, rest, c.result, c.region, key))
+            out.append(self.event(op, axes, rest, c.result, c, key))
         return out
 
     def dims(self, v: int) -> Dims:
         return self.t.value_dims[v]
 
     def event(
-        self, op: str, axes: Sequence[int], split: Sequence[int], v: int, region: int, key: tuple
+        self, op: str, axes: Sequence[int], split: Sequence[int], v: int, c: Contraction, key: tuple
     ) -> tuple[tuple, Sent]:
-        axes = tuple(sorted(axes))
-        sent = Sent(op, axes, tuple(sorted(split)), self.t.values[v].bytes, self.t.regions[region], region)
-        return (*key, op, axes, region), sent
+        axes, trips = tuple(sorted(axes)), self.t.regions[c.region] * c.times
+        sent = Sent(op, axes, tuple(sorted(split)), self.t.values[v].bytes, trips, c.region, c.times)
+        return (*key, op, axes, c.region), sent

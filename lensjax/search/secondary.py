@@ -17,7 +17,8 @@ from lensjax.passes.shardings import batch_axes
 from lensjax.passes.share_sizes import falls_back
 from lensjax.plan.plan import Axis, MeshPlan, Plan, Reduce, Rules, Spec
 from lensjax.program.program import Program
-from lensjax.search.choose import Candidate, Choice, tier_names
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice, tier_names
 from lensjax.search.compressed import COUNT, noted, slow_tier
 from lensjax.topology.cluster import Cluster
 

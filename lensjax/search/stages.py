@@ -66,7 +66,7 @@ class Stages:
     """The stages of one problem's step, each kind of stage worked out once."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
+        self.problem = problem = problem.written_out
         self.line: Line = line_of(problem.program, problem.unsplit, problem.tables)
         self._cuts: dict[tuple, _Cut] = {}
         self._models: dict[tuple, Model] = {}

@@ -24,6 +24,9 @@ from lensjax.search.rules import Laid
 from lensjax.search.sums import Dims
 from lensjax.search.tables import Group, Tables
 
+# Options of so many meshes are kept for a pattern.
+KEPT = 256
+
 # Mesh axes of each dimension.
 Axes = tuple[tuple[int, ...], ...]
 
@@ -121,7 +124,8 @@ def parts(
 
 
 class Storing:
-    """The options of every group under one pattern; `options` prices them for one set of mesh sizes."""
+    """The options of every group under one pattern; `options` prices them for one set of mesh sizes. The last KEPT are
+    kept: they do not depend on the memory that there is, nor on the pieces of the batch, and a search is repeated."""
 
     def __init__(self, t: Tables, laid: Laid, leaves: list[list[Leaf]]):
         self.t, self.laid, self.leaves = t, laid, leaves
@@ -129,8 +133,9 @@ class Storing:
         self.axes = [
             tuple(m for m in self.reducing if not laid.weights[g, m]) for g in range(len(t.groups))
         ]  # fmt: skip
+        self.options = functools.lru_cache(maxsize=KEPT)(self._options)
 
-    def options(self, sizes: tuple[int, ...], links: Links, again: bool) -> list[list[Option]]:
+    def _options(self, sizes: tuple[int, ...], links: Links, again: bool) -> list[list[Option]]:
         together: dict[int | None, float] = {}
         for group, leaves in zip(self.t.groups, self.leaves):
             trips = self.t.regions[group.forward] if group.layer is not None else 1

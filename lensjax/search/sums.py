@@ -36,7 +36,7 @@ class Contraction:
     over, in the order in which they meet. `weight`: it makes a weight's gradient (its partial sums are the group's).
     `passes`: nothing meets: a value changes its shape, and a dimension may end (a pad of what experts return).
     `total`: the value in which its partial sums become a total: the result, or what it is added to other matmuls'
-    results in, which XLA sums first (`lensjax.partition.simplify`).
+    results in, which XLA sums first (`lensjax.partition.simplify`). `times`: how often the step has it.
     """
 
     operands: tuple[int, ...]
@@ -47,6 +47,7 @@ class Contraction:
     weight: bool
     passes: bool = False
     total: int = -1
+    times: int = 1
 
 
 def _dot(node: Node, values: Sequence[Value], dims: Sequence[Dims]) -> Met | None:

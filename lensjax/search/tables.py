@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from lensjax.cost.compute import multiplies, rate
+from lensjax.cost.heap import Buffer
 from lensjax.cost.memory import habits_of, temporaries
 from lensjax.partition.axes import Dimension
 from lensjax.partition.data import Body, Node, Partitioned, Region, Value, element_bytes
@@ -26,14 +27,12 @@ from lensjax.partition.fusion import ALIASES, FREE, Fusion, Fusions, sources
 from lensjax.partition.whole import Whole
 from lensjax.partition.work import Worker
 from lensjax.program.program import Program
+from lensjax.search.moments import Tags, alive
 from lensjax.search.sums import MATMULS, MOVED, NOT_PASSING, SUMS, Contraction, Dims
 from lensjax.topology.cluster import Device
 
 # Operands that are less than this part of what a kernel moves say nothing about what it works on.
 SMALL = 0.01
-# Above so many moments it takes less time to look at all of them than to find out which matter.
-MOMENTS = 1000
-
 # What leaves a parameter the parameter that it is.
 PASSING = frozenset(
     [*ALIASES, "stablehlo.convert", "stablehlo.transpose", "stablehlo.dynamic_slice", "stablehlo.slice"]
@@ -64,8 +63,9 @@ class Tables:
     values; `classes[c]` describes class c, `owner[c]` is its group if it is stored, else -1.
 
     regions:   trips of each region; 0 is what is outside of loops.
-    kernel_*:  one row per kernel: region, arithmetic seconds unsplit, dimensions that it runs over, launch, `node` of
-               the step's body that it is in; `kernel_bytes`: [kernels, classes] bytes moved, unsplit.
+    kernel_*:  one row per kernel: region, how often a step runs it (`trips`), arithmetic seconds unsplit, dimensions
+               that it runs over, launch, `node` of the step's body that it is in; `kernel_bytes`: [kernels, classes]
+               bytes moved, unsplit.
     stored_bytes: [groups] bytes that the optimizer moves, unsplit.
     alive:     [moments, classes] bytes alive at each moment, unsplit.
     fixed_bytes: of counters, keys and the like; batch_arguments: (class, bytes) of each.
@@ -78,6 +78,7 @@ class Tables:
     owner: tuple[int, ...]
     regions: tuple[int, ...]
     kernel_region: np.ndarray
+    kernel_trips: np.ndarray
     kernel_seconds: np.ndarray
     kernel_axes: tuple[Dims, ...]
     kernel_launch: np.ndarray
@@ -96,15 +97,20 @@ class Tables:
     inputs: frozenset[int]
 
 
-def tables(program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float) -> Tables:
-    """The tables of a program. `bandwidth`: bytes/s that kernels reach; `launch`: seconds between kernels."""
-    return _Maker(program, unsplit, device, bandwidth, launch).make()
+def tables(
+    program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float, tags: Tags | None = None
+) -> Tables:
+    """The tables of a program. `bandwidth`: bytes/s that kernels reach; `launch`: seconds between kernels; `tags`: of a
+    folded step, what stands for many layers."""
+    return _Maker(program, unsplit, device, bandwidth, launch, tags).make()
 
 
 class _Maker:
-    def __init__(self, program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float):
+    def __init__(
+        self, program: Program, unsplit: Whole, device: Device, bandwidth: float, launch: float, tags: Tags | None
+    ):
         self.program, self.whole, self.device = program, unsplit, device
-        self.bandwidth, self.launch = bandwidth, launch
+        self.bandwidth, self.launch, self.tags = bandwidth, launch, tags
         self.values = unsplit.values
         self.fusions = Fusions(self.values, unsplit.body)
         self.dims = self._padded()
@@ -199,7 +205,7 @@ class _Maker:
         body = self.whole.body
         self.body(body, 0)
         p = Partitioned({}, self.values, body, Region(1, ()), {}, 0, self.fusions)
-        alive = self.liveness(p)
+        moments = self.liveness(p)
         self._settle()
         rows = [np.zeros(len(self.classes)) for _ in self.kernels]
         for row, k in zip(rows, self.kernels):
@@ -225,6 +231,7 @@ class _Maker:
             owner=tuple(self.owner),
             regions=tuple(self.regions),
             kernel_region=np.array([k[0] for k in self.kernels], int),
+            kernel_trips=np.array([k[6] for k in self.kernels], float),
             kernel_seconds=np.array([k[1] for k in self.kernels], float),
             kernel_axes=tuple(k[2] for k in self.kernels),
             kernel_launch=np.array([k[3] for k in self.kernels], float),
@@ -233,7 +240,7 @@ class _Maker:
             contractions=tuple(dataclasses.replace(c, total=self._total(c.result)) for c in self.contractions),
             groups=tuple(groups),
             stored_bytes=np.array([self.stored[g] for g in range(len(groups))], float),
-            alive=np.pad(alive, ((0, 0), (0, width - alive.shape[1]))),
+            alive=np.pad(moments, ((0, 0), (0, width - moments.shape[1]))),
             fixed_bytes=float(fixed),
             batch_arguments=batch,
             bandwidth=self.bandwidth,
@@ -275,10 +282,13 @@ class _Maker:
         if node.name in PASSING and node.inputs[0] in self.origin:
             self.origin[node.outputs[0]] = self.origin[node.inputs[0]]
 
+    def times(self, node: Node) -> int:
+        return self.tags.times(node) if self.tags is not None else 1
+
     def kernel(self, node: Node, model: Fusion, region: int, inside: bool) -> None:
-        op = Worker(self.fusions, ()).operation(node, model, 1)
+        op, trips = Worker(self.fusions, ()).operation(node, model, 1), self.regions[region] * self.times(node)
         computes = multiplies(op) or node.name in ("stablehlo.gather", "stablehlo.scatter")
-        moved = sources(node, self.values, model)
+        moved = dict(sources(node, self.values, model))
         for v in node.outputs:
             moved[v] = moved.get(v, 0.0) + self.values[v].bytes
         total = sum(moved.values())
@@ -289,8 +299,8 @@ class _Maker:
             by_class[self.classify(v, inside, not computes)] += n * scale
         owners = {self.owner[c]: n for c, n in by_class.items() if n > SMALL * op.bytes}
         if not computes and owners and min(owners) >= 0:
-            self.stored[max(owners, key=lambda g: owners[g])] += op.bytes * self.regions[region]
-            self.kernels.append((region, 0.0, (), self.launch, {}, self.node))
+            self.stored[max(owners, key=lambda g: owners[g])] += op.bytes * trips
+            self.kernels.append((region, 0.0, (), self.launch, {}, self.node, trips))
             return
         axes: list[Dimension] = list(self.dims[node.outputs[0]]) if node.outputs else []
         met = SUMS[node.name](node, self.values, self.dims) if node.name in MATMULS else None
@@ -298,7 +308,7 @@ class _Maker:
             (first, *_), _, (summed, *_) = met
             axes += [self.dims[first][d] for d in summed]
         seconds = flops(node, self.values) / rate(op, self.device) if multiplies(op) else 0.0
-        self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class), self.node))
+        self.kernels.append((region, seconds, tuple(axes), self.launch, dict(by_class), self.node, trips))
 
     # ---- what meets what ----------------------------------------------------------------------------------------
 
@@ -316,7 +326,7 @@ class _Maker:
                 self._note_use(v, region, inside)
         if weight:
             self._note_use(result, region, inside)
-        self.contractions.append(Contraction(operands, result, pairs, summed, region, weight))
+        self.contractions.append(Contraction(operands, result, pairs, summed, region, weight, times=self.times(node)))
 
     def _total(self, v: int) -> int:
         while v in self.total:
@@ -335,7 +345,10 @@ class _Maker:
             if not any(a in self.inputs for a in own) or {*own} <= {*majors} or self.values[v].bytes < MOVED:
                 continue
             pairs = {d: majors.index(a) for d, a in enumerate(own) if a is not None and a in majors}
-            self.contractions.append(Contraction((v,), node.outputs[0], (pairs,), ((),), region, False, True))
+            times = self.times(node)
+            self.contractions.append(
+                Contraction((v,), node.outputs[0], (pairs,), ((),), region, False, True, times=times)
+            )
 
     def _is_weight(self, v: int, inside: bool) -> bool:
         active = any(a in self.inputs for d in self.dims[v] for a in d)
@@ -367,32 +380,9 @@ class _Maker:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def liveness(self, p: Partitioned) -> np.ndarray:
+        def classify(b: Buffer) -> int:
+            return self.classify(b.value, b.depth > 0, b.depth == 0 and b.value not in self.used)
+
+        maker = self.fusions(p.body).maker
         buffers = temporaries(p, habits_of(self.device))
-        moments = max((b.end for b in buffers), default=0) + 2
-        rows: dict[int, np.ndarray] = {}
-        for b in buffers:
-            if b.value < 0:
-                continue
-            inside = b.depth > 0
-            c = self.classify(b.value, inside, not inside and b.value not in self.used)
-            row = rows.setdefault(c, np.zeros(moments))
-            row[b.start] += b.size
-            row[b.end + 1] -= b.size
-        alive = np.zeros((moments, len(self.classes)))
-        for c, row in rows.items():
-            alive[:, c] = np.cumsum(row)
-        return alive[_undominated(alive)]
-
-
-def _undominated(alive: np.ndarray) -> np.ndarray:
-    """Moments at which some buffer is alive that is not at a moment with as much of everything: only these can be the
-    peak, however buffers shrink."""
-    _, first = np.unique(alive, axis=0, return_index=True)
-    if len(first) > MOMENTS:
-        return np.sort(first)
-    order = first[np.argsort(-alive[first].sum(1), kind="stable")]
-    kept: list[int] = []
-    for t in order:
-        if not any((alive[k] >= alive[t]).all() for k in kept):
-            kept.append(int(t))
-    return np.array(sorted(kept), int)
+        return alive(buffers, classify, lambda: len(self.classes), maker.get, self.tags)

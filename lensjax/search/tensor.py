@@ -21,13 +21,16 @@ import networkx
 from lensjax import _jax
 from lensjax._errors import PlanError
 from lensjax.program.edit import bodies, is_var, shape_of
-from lensjax.program.program import Program
+from lensjax.program.program import Program, once
 from lensjax.program.roles import itemsize
 
 # Multiplications and additions in the time in which a device sends one byte of an all-reduce inside a node: 312 to 989
 # TFLOP/s and 235 to 450 GB/s on A100 to H100, of which kernels and collectives reach about the same part. Only its
 # order counts: it weighs a vocabulary that does not divide against the residual stream of every layer.
 FLOPS_FOR_A_BYTE = 1500.0
+
+# Part of all weights below which memory is no reason to split an axis that costs more time than it saves: a router.
+LITTLE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class SplitAxes:
     reasons: dict[int, str]
 
 
+@once
 def weight_axes(program: Program) -> dict[int, set[int]]:
     """{logical axis: matrices that it splits} (as the major part of a dimension), layer indices left out."""
     logical, found = program.logical, collections.defaultdict(set)
@@ -51,6 +55,7 @@ def weight_axes(program: Program) -> dict[int, set[int]]:
     return dict(found)
 
 
+@once
 def multiplied(program: Program) -> set[int]:
     """The parameters that matmuls and lookups read: not a table of positions, which is added to activations."""
     logical, read = program.logical, set()
@@ -68,6 +73,7 @@ def _parameters(program: Program) -> Iterator[tuple[int, Any]]:
     return ((i, invars[i]) for i in program.parameters)
 
 
+@once
 def batch_input_axes(program: Program) -> set[int]:
     """Logical axes of the batch arguments: the batch itself, sequence, image height, ..."""
     invars = _jax.open_jaxpr(program.jaxpr).invars
@@ -75,6 +81,7 @@ def batch_input_axes(program: Program) -> set[int]:
     return {axis for v in members for dimension in program.logical.dims[v] for axis in dimension}
 
 
+@once
 def expert_axes(program: Program) -> set[int]:
     """Logical axes that select a weight rather than run through it: batch dimensions of a matmul between activations
     and weights, groups of a ragged matmul. Where there are experts, their axis is one of these."""
@@ -92,6 +99,7 @@ def expert_axes(program: Program) -> set[int]:
     return {a for a in found if a is not None and a in weights and a not in inputs}
 
 
+@once
 def contraction_bytes(program: Program) -> dict[int, float]:
     """{logical axis: bytes of the matmul and lookup results with a batch dimension that sum over it}, loops
     multiplied."""
@@ -108,6 +116,7 @@ def contraction_bytes(program: Program) -> dict[int, float]:
     return dict(cost)
 
 
+@once
 def flops_along(program: Program) -> dict[int, float]:
     """{logical axis: multiplications and additions of the matmuls and convolutions that it runs through}, loops
     multiplied: what is divided where it is split."""
@@ -171,14 +180,18 @@ def tensor_axes(program: Program, ways: int) -> SplitAxes:
             gain[axis] = (held, -cost.get(axis, 0.0))
             saved[axis] = flops.get(axis, 0.0) / FLOPS_FOR_A_BYTE - 2.0 * cost.get(axis, 0.0)
     clashes = {a: frozenset(o for o in gain if o != a and weights[o] & weights[a]) for a in gain}
-    # What pays, and then what holds the most weight for the least sent: all there is where matmuls are small.
+    # What pays, and then what holds the most weight for the least sent: all there is where matmuls are small. Where
+    # some pay, what holds next to nothing stays whole.
     paying = {a: (s, gain[a][0]) for a, s in saved.items() if s > 0}
     chosen = _best_independent(paying, {a: clashes[a] & paying.keys() for a in paying})
-    rest = {a: g for a, g in gain.items() if a not in chosen and not clashes[a] & chosen}
+    least = LITTLE * sum(program.arguments[i].nbytes for i in program.parameters) if chosen else 0.0
+    rest = {a: g for a, g in gain.items() if a not in chosen and g[0] >= least and not clashes[a] & chosen}
     chosen |= _best_independent(rest, {a: clashes[a] & rest.keys() for a in rest})
     for axis in set(gain) - chosen:
         clash = next(iter(sorted(clashes[axis] & chosen)), None)
-        if clash is None:
+        if clash is None and gain[axis][0]:
+            reasons[axis] = "it has next to none of the weights, and split it would send more than it saves"
+        elif clash is None:
             reasons[axis] = "no matmul multiplies a weight that has it: split, it would add traffic and save nothing"
         else:
             reasons[axis] = f"a weight has it together with {program.logical.names[clash]!r}, which is better split"

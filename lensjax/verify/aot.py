@@ -23,7 +23,7 @@ from lensjax import _jax
 from lensjax._errors import ClusterError, CompileError
 from lensjax.verify import cache
 from lensjax.verify.artifact import Artifact, Memory, bytecode
-from lensjax.verify.devices import Layout, Target, missing, target
+from lensjax.verify.devices import TPU_ENVIRONMENT, Layout, Target, missing, target
 from lensjax.verify.place import layout_of, target_of
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _environment(request: Mapping[str, Any]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     env["JAX_PLATFORMS"] = "cpu"
-    env["TPU_SKIP_MDS_QUERY"] = "1"
+    env |= TPU_ENVIRONMENT
     if target(request["target"]).platform == "cpu":
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={Layout(**request['layout']).count}"
     return env

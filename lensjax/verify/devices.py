@@ -29,6 +29,10 @@ GPU_OPTIONS = {
 # libtpu's own names of chips, https://docs.jax.dev/en/latest/aot.html and libtpu's list of topologies.
 TPU_CHIPS = ("v4", "v5e", "v5p", "v6e")
 
+# What libtpu must be told where it only compiles: not to ask the cloud which machine this is, and not to insist on
+# being the one process of this machine that has it loaded, which holds for those that use the chips.
+TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
 EXTRA = {"cuda": "lensjax[gpu-aot]", "tpu": "lensjax[tpu-aot]"}
 
 
@@ -103,7 +107,8 @@ def compile_only(name: str, layout: Layout) -> list[Any]:
     if chip.platform == "cpu":
         return _emulated(layout.count)
     if chip.platform == "tpu":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks the cloud which machine this is
+        for variable, value in TPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
     try:
         found = _jax.compile_only_devices(chip.platform, layout.topology(chip), chip.config, layout.slices)
     except UnsupportedJax as e:

@@ -20,7 +20,7 @@ from lensjax.program.program import Program, analyze
 from lensjax.verify.aot import compile_for
 from lensjax.verify.audit import Audit, audit
 from lensjax.verify.facts import Facts, doubled, lowered_facts
-from lensjax.verify.finding import SMALL, Finding, size
+from lensjax.verify.finding import LATENT, SMALL, Finding, size
 from lensjax.verify.lines import where
 from lensjax.verify.place import platform_for
 from lensjax.verify.traffic import mesh_axes, step_bytes
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 # Total bytes along some axes, against the plan, up to which another kind of collective is a rewrite of a planned one:
 # a ring of n permutes in place of a reduce-scatter sends n/(n-1) of its bytes.
 REWRITTEN = 1.15
-# Bytes whose time is lost in the latency of a collective (5 us at 50 GB/s), whatever their part of the traffic.
-FLOOR = 2**18
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
 SURPRISE = 0.02  # part of all traffic by which a kind of collective may differ from the plan's without a word
 
 
@@ -150,10 +149,8 @@ def differences(predicted: Predicted, made: Audit, rows: tuple[Row, ...]) -> tup
     total = max(sum(r.planned for r in rows), sum(r.compiled for r in rows), 1.0)
     for row in rows:
         extra = row.compiled - row.planned
-        if extra > max(SURPRISE * total, FLOOR) and extra > SMALL * row.compiled:
-            same = [r for r in rows if r.axes == row.axes]
-            rewritten = sum(r.compiled for r in same) <= REWRITTEN * sum(r.planned for r in same)
-            found.append(_unplanned(row, extra, made, rewritten))
+        if extra > max(SURPRISE * total, LATENT) and extra > SMALL * row.compiled:
+            found.append(_unplanned(row, extra, made, _rewritten(row, rows)))
     room = predicted.peak_bytes
     if made.artifact.backend != "cpu" and made.peak.bytes > 1.15 * room:
         found.append(Finding(
@@ -162,6 +159,16 @@ def differences(predicted: Predicted, made: Audit, rows: tuple[Row, ...]) -> tup
             "see the largest buffers; the plan may still fit",
         ))  # fmt: skip
     return tuple(found)
+
+
+def _rewritten(row: Row, rows: tuple[Row, ...]) -> bool:
+    """Whether others send as much less: along the same axes, or, of a reduction, reductions along these and others (one
+    over two axes, or a scatter over one of them and a reduction over the other)."""
+    same = [r for r in rows if r.axes == row.axes]
+    if sum(r.compiled for r in same) <= REWRITTEN * sum(r.planned for r in same):
+        return True
+    sums = [r for r in rows if r.kind in _REDUCTIONS and set(r.axes) & set(row.axes)]
+    return row in sums and sum(r.compiled for r in sums) <= sum(r.planned for r in sums)
 
 
 def _unplanned(row: Row, extra: float, made: Audit, rewritten: bool) -> Finding:
@@ -174,8 +181,8 @@ def _unplanned(row: Row, extra: float, made: Audit, rewritten: bool) -> Finding:
         return Finding(
             "rewritten_traffic", "note", where(worst.stack), extra,
             f"{row.kind} along {'+'.join(row.axes)} sends {size(row.compiled)} per step on each device, planned were "
-            f"{size(row.planned)}; others along these axes send as much less: the compiler wrote one kind as another "
-            "(TPU: a reduce-scatter beside its matmul becomes a ring of permutes)",
+            f"{size(row.planned)}; others send as much less: the compiler wrote one kind as another (TPU: a "
+            "reduce-scatter beside its matmul becomes a ring of permutes)",
             "nothing to do",
         )  # fmt: skip
     return Finding(

@@ -137,9 +137,26 @@ def head(x, w, table, rows):
 def test_work_is_put_off_on_hopper_alone():
     """Where it is, logits wait for a loop to end, since the matmul that reads them last comes after it."""
     assert habits_of(Cluster.parse("dgx-h100:1").device) == Habits(2.0**25, prompt=False)
+    assert habits_of(Cluster.parse("dgx-h100:1").device, alone=True) == Habits(2.0**25, prompt=True)
     assert habits_of(Cluster.parse("dgx-a100-80:1").device) == Habits(2.0**22, prompt=True)
     assert habits_of(Cluster.parse("gb200-nvl72:1").device) == Habits(2.0**25, prompt=True)
     vocab, rows, wide, hidden = 64, 4096, 32, 1024
     shapes = (f32(rows, wide), f32(wide, hidden), f32(vocab, wide), jax.ShapeDtypeStruct((rows,), jnp.int32))
     late, prompt = (planned(head, shapes, (on(),) * 4, Habits(prompt=p)).temporaries for p in (False, True))
     assert late - prompt == pytest.approx(rows * vocab * 4, rel=0.05)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_weight_gathered_along_an_inner_dimension_is_held_until_its_last_use(prompt):
+    """Only what is gathered for the step's result is copied away at once."""
+
+    def step(x, w):
+        whole = jax.lax.with_sharding_constraint(w, on())
+        y = jnp.tanh(x @ whole)
+        for _ in range(3):
+            y = jnp.tanh(jnp.sin(y @ jnp.ones((256, 256))) @ jnp.ones((256, 256)))
+        return y @ whole.T
+
+    weight = 8 * 256 * 4
+    held = planned(step, (f32(512, 8), f32(8, 256)), (on(), on(None, "d")), Habits(prompt=prompt)).held
+    assert held["communication"] == weight, held

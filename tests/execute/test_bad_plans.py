@@ -37,7 +37,7 @@ HIDDEN = "leaves__state/params/hidden"
         ({"micro__count": 0}, r"field 'micro\.count' is 0; expected 1 or more"),
         ({"micro__share": -2}, r"field 'micro\.share' is -2; expected 1 or more"),
         ({"micro__share": 3}, r"field 'micro\.share' of the plan is 3; expected a number of examples"),
-        ({"layers": {"*": "full"}}, r"field 'layers\.\*' is 'full'; expected one of keep, dots, named"),
+        ({"layers": {"*": "full"}}, r"field 'layers\.\*' is 'full'; expected one of keep, scores, dots, named"),
         ({"layers": {"attention": "inputs"}}, r"field 'layers\.attention' names a layer that the step does not have"),
         ({"reduce": {"device": {"codec": "int8"}}}, r"field 'reduce\.device' names no tier"),
         ({"reduce": {"process": {"codec": "int3"}}}, r"field 'reduce\.process\.codec' of the plan is 'int3': there"),

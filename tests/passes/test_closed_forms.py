@@ -137,13 +137,12 @@ def test_sequence_parallelism_compiled_for_h100_sends_the_closed_form():
     matrices = sum(p.arguments[i].nbytes for i in in_layers if len(p.arguments[i].shape) > 2)
     assert kinds["all-reduce"] == pytest.approx(2 * 1 / 2 * matrices / 4, rel=0.02)
     # The vocabulary, a table of `table` bytes, and the norms. Head: its input gathered and that one's gradient
-    # scattered, its gradient over the nodes. Lookup: the table gathered, its gradient reduced over all eight devices,
-    # and its result moved from a split of the batch to one of the sequence and back, over two nodes.
+    # scattered. Lookup: what each part of the table found is summed, and its gradient gathered. Both gradients over
+    # the nodes.
     table = DECODER["vocab"] * DECODER["width"] * 4
     norms = sum(a.nbytes for a in map(p.arguments.__getitem__, p.parameters)) - matrices - 2 * table
-    head = 2 * activation + 2 * 1 / 2 * table / 4
-    lookup = 3 / 4 * table + 2 * 7 / 8 * table + 2 * activation
-    total = sum(kinds.values()) + head + lookup + 2 * 7 / 8 * norms
+    head, lookup = 2 * activation, 3 * activation
+    total = sum(kinds.values()) + head + lookup + 2 * (2 * 1 / 2 * table / 4) + 2 * 7 / 8 * norms
     assert sent(found) == pytest.approx(total, rel=0.02)
 
 

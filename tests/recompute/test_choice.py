@@ -10,7 +10,7 @@ from lensjax.cost.levels import Group, Option, stacked
 from lensjax.plan.levels import LEVELS, Level, for_stack, level_of, parse
 from lensjax.plan.plan import Axis, MeshPlan, Plan
 from lensjax.plan.validate import validate
-from lensjax.search.levels import cheapest, frontier, solve
+from lensjax.search.levels import cheapest, corrected, frontier, solve
 
 
 @pytest.mark.parametrize("text", [*LEVELS, "named:attn,mlp", "recompute*28+keep*4", "named:a*2+dots*1"])
@@ -47,6 +47,25 @@ def held(layers, picks):
         most = max(most, kept + options[k].need)
         kept += options[k].kept
     return most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_eight_layers_at_five_levels(seed):
+    """All 390,625 choices at once: kept[i] and need[i] are arrays with one dimension a layer."""
+    rng = np.random.default_rng(1000 + seed)
+    layers = some_layers(rng, 8, 5)
+    along = lambda i, values: np.array(values).reshape([-1 if d == i else 1 for d in range(8)])
+    kept, most, seconds = np.zeros([1] * 8), np.zeros([1] * 8), np.zeros([1] * 8)
+    for i, options in enumerate(layers):
+        most = np.maximum(most, kept + along(i, [o.need for o in options]))
+        kept = kept + along(i, [o.kept for o in options])
+        seconds = seconds + along(i, [o.seconds for o in options])
+    for budget in np.quantile(most, [0.01, 0.1, 0.5]):
+        found = cheapest(layers, float(budget))
+        assert found is not None and held(layers, found) <= budget
+        assert added(layers, found) == pytest.approx(
+            np.broadcast_to(seconds, most.shape)[most <= budget].min(), abs=1e-12
+        )
 
 
 def added(layers, picks):
@@ -101,6 +120,18 @@ def test_the_later_layers_of_a_stack_keep_more():
     assert rest.kind == "keep" or first.kind == "inputs"
     assert solve([GROUP], 60.0) == {"stack": "keep"}
     assert solve([GROUP], 10.0) == {}
+
+
+def test_what_was_priced_whole_corrects_the_figures():
+    """At `dots` a step was faster than with everything kept: it is taken before memory is short. At `inputs` it held
+    less: it is taken where it seemed not to fit."""
+    assert solve([GROUP], 60.0) == {"stack": "keep"}
+    (faster,) = corrected([GROUP], "dots", seconds=-3.0, held=34.0)
+    assert {o.level: o.seconds for o in faster.options} == {"keep": 0.0, "inputs": 3.0, "dots": pytest.approx(-0.5)}
+    assert solve([faster], 60.0) == {"stack": "dots"}
+    assert solve([GROUP], 10.0) == {}
+    (less,) = corrected([GROUP], "inputs", seconds=18.0, held=9.0)
+    assert solve([less], 10.0) == {"stack": "inputs"}
 
 
 def test_two_levels_in_a_stack_are_never_worse_than_one():

@@ -29,7 +29,7 @@ def test_the_error_names_the_largest_buffers_and_the_next_plan():
     assert "under the plan 'dp'" in text and "allocate 1234 bytes" in text
     assert "activations of 4 x params/layers" in text
     assert "the state is as it was" in text
-    assert "step.plan.replace(layers={'params/layers': " in told.value.hint
+    assert "step.plan.replace(layers={'" in told.value.hint and "time" in told.value.hint
     step._run = works
     after, _ = step(params, batch)  # training goes on with the same state
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))

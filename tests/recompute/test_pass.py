@@ -19,7 +19,7 @@ from lensjax.program.values import nbytes
 from lensjax.search.presets import preset
 from tests.recompute.steps import LAYERS, ROWS, STEPS, WIDTH
 
-LEVELS = ("dots", "named", "inputs", "recompute", "offload")
+LEVELS = ("scores", "dots", "named", "inputs", "recompute", "offload")
 
 
 @functools.cache
@@ -167,25 +167,73 @@ def test_everything_kept_is_the_program_itself():
     assert recompute(p, plan, resolve(p, plan)) is p
 
 
+def test_a_bias_gradient_waits_for_the_last_gate_that_its_cotangent_passes():
+    """Else its reduction over the devices is bundled with those of the layer before, which then hold the gate up."""
+
+    def loss(params, x):
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ params[f"layer_{i}"]["w"]) + params[f"layer_{i}"]["b"]
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    layer = {"w": jnp.eye(WIDTH), "b": jnp.ones(WIDTH)}
+    params = {f"layer_{i}": layer for i in range(LAYERS)} | {"head": jnp.ones((WIDTH, 4))}
+    p = analyze(jax.value_and_grad(loss), (params, jnp.ones((ROWS, WIDTH))))
+    plan = preset("dp", p, 8).replace(layers={"*": "inputs"})
+    made = recompute(p, plan, resolve(p, plan)).jaxpr
+    eqns = _jax.open_jaxpr(made).eqns
+    passed = [e for e in eqns if e.primitive.name == "optimization_barrier"][-1].outvars
+    biases = [e for e in eqns if e.primitive.name == "reduce_sum" and e.outvars[0].aval.shape == (WIDTH,)]
+    assert any(e.invars[0] in passed for e in biases)
+    for mine, theirs in zip(run(made, p), run(p.jaxpr, p), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def offloaded(name, level="offload"):
+    """A program with a batch wide enough to be worth moving, and its jaxpr under a level."""
+    step, params, batch = STEPS[name]()
+    p = analyze(step, (params, jnp.concatenate([batch] * 64)))
+    plan = preset("dp", p, 1).replace(layers={"*": level})
+    return p, recompute(p, plan, resolve(p, plan)).jaxpr
+
+
+def assert_close(p, jaxpr):
+    for mine, theirs in zip(run(jaxpr, p), run(p.jaxpr, p), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_offloaded_inputs_are_put_on_the_host_and_fetched_behind_a_barrier():
-    wide = lambda x: jnp.concatenate([x] * 64)
-    step, params, batch = STEPS["unrolled"]()
-    p = analyze(step, (params, wide(batch)))
-    plan = preset("dp", p, 1).replace(layers={"*": "offload"})
-    made = _jax.open_jaxpr(recompute(p, plan, resolve(p, plan)).jaxpr)
+    p, jaxpr = offloaded("unrolled")
+    made = _jax.open_jaxpr(jaxpr)
     puts = [e for e in made.eqns if e.primitive.name == "device_put"]
     away = [e for e in puts if "Host" in str(e.params["devices"])]
-    assert len(away) >= LAYERS - 1 and len(puts) == 2 * len(away)
+    # The first layer's input is the batch; the last one's is read first in the backward, and stays.
+    assert len(away) == LAYERS - 2 and len(puts) == 2 * len(away)
     behind = {v for e in made.eqns if e.primitive.name == "optimization_barrier" for v in e.outvars}
     assert all(e.invars[0] in behind for e in puts if e not in away)
-    results = [
-        np.asarray(x)
-        for x in jax.jit(jcore.jaxpr_as_fun(_jax.close(_jax.rebuild(p.jaxpr, eqns=made.eqns, outvars=made.outvars))))(
-            *p.call.leaves
-        )
-    ]
-    for mine, theirs in zip(results, run(p.jaxpr, p), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(p, jaxpr)
+
+
+@pytest.mark.parametrize("level", ["offload", "offload*3+keep*1"])
+@pytest.mark.parametrize("name", ["scanned", "scanned_backwards", "scanned_with_results"])
+def test_a_scanned_layers_input_is_fetched_in_the_trip_before(name, level):
+    """Each trip of the backward hands the next one its input: what it puts on the device is a result of its carry."""
+    p, jaxpr = offloaded(name, level)
+    assert_close(p, jaxpr)
+    (backward,) = [e for e in all_equations(jaxpr) if e.primitive.name == "scan" and fetches(e)]
+    _, carry = _jax.scan_split(backward)
+    assert fetches(backward) <= set(_jax.open_jaxpr(backward.params["jaxpr"]).outvars[:carry])
+
+
+def test_two_nested_stacks_on_the_host_give_the_same_numbers():
+    p, jaxpr = offloaded("nested_scans")
+    assert sum(bool(fetches(e)) for e in all_equations(jaxpr) if e.primitive.name == "scan") == 2
+    assert_close(p, jaxpr)
+
+
+def fetches(scan):
+    """What the trips of a scan put on the device."""
+    eqns = _jax.open_jaxpr(scan.params["jaxpr"]).eqns
+    return {e.outvars[0] for e in eqns if e.primitive.name == "device_put" and "Device" in str(e.params["devices"])}
 
 
 @pytest.mark.few(1)

@@ -1,10 +1,14 @@
 """Levels chosen for a program: what the groups hold, and plans that fit."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
-from lensjax.cost.levels import groups
+from lensjax.cost.levels import groups, share_of, work_seconds
 from lensjax.cost.price import price
+from lensjax.passes.recompute import layers_at
+from lensjax.passes.shardings import resolve
 from lensjax.plan.levels import parse
 from lensjax.program.program import analyze
 from lensjax.search.levels import frontier, levels
@@ -63,3 +67,23 @@ def test_the_frontier_goes_from_everything_kept_to_the_least():
     points = frontier(groups(p, plan, CLUSTER))
     assert set(points[0][2].values()) == {"keep"} and points[0][1] == 0
     assert "keep" not in points[-1][2].values()
+
+
+def over(bandwidth):
+    """The cluster with another host link. Bytes per second."""
+    return dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, host_bandwidth=bandwidth))
+
+
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
+def test_offload_is_offered_where_the_host_link_carries_an_input_during_its_layers_arithmetic(name):
+    p, plan = program(name)
+    offered = lambda cluster: any(o.level == "offload" for g in groups(p, plan, cluster) for o in g.options)
+    forward = min(work_seconds(layer.work, share_of(p, plan), CLUSTER.device) for layer in offloaded(p, plan))
+    assert offered(over(1.01 * ONE / forward))
+    assert not offered(over(0.5 * ONE / forward))
+    assert not offered(over(0.0))
+
+
+def offloaded(p, plan):
+    plan = plan.replace(layers={"*": "offload"})
+    return [layer for layer in layers_at(p, plan, resolve(p, plan)) if layer.host]

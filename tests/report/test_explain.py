@@ -16,7 +16,8 @@ from lensjax.plan.plan import Axis, MeshPlan, Micro, Plan, Predicted, Provenance
 from lensjax.report.explain import against, in_shares, reasons
 from lensjax.report.flow import Flow
 from lensjax.report.units import typed
-from lensjax.search.choose import Candidate, Choice
+from lensjax.search.candidates import Candidate, preferred
+from lensjax.search.choose import Choice
 
 
 def shown(item, width):
@@ -65,6 +66,16 @@ def test_why_a_plan_won(step_s, peak, text):
     assert against(mine.plan.predicted, other) == text
     choice = Choice(mine.plan, (mine, other), 1e9)
     assert reasons(choice).text == f"chosen over other: {text}"
+
+
+def test_of_two_that_are_as_fast_the_named_one_is_taken():
+    found, named = candidate("searched fsdp=8", 1.0, 900.0), candidate("fsdp", 1.0001, 1000.0)
+    assert preferred([found, named], 1e9) is named and preferred([found, named], 950.0) is found
+    assert preferred([found, candidate("fsdp", 1.001, 1000.0)], 1e9) is found
+    assert preferred([found], 1.0) is None
+    assert reasons(Choice(named.plan, (found, named), 1e9)).text == (
+        "searched fsdp=8 is 100.0 us faster: too little to tell the two apart, and a plan that has a name is taken then"
+    )
 
 
 def test_types_and_splits_as_people_write_them():

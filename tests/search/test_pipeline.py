@@ -276,7 +276,7 @@ def test_where_nothing_fits_a_pipeline_that_would_is_named(monkeypatch):
     assert pipelines(Problem(small, cluster, 1e5), np.inf) == ()
     found = pipelines(Problem(small, cluster, 1e12), np.inf)
     monkeypatch.setattr("lensjax.search.choose.pipelines", lambda *_: found)
-    monkeypatch.setattr("lensjax.search.choose.MICRO_BATCHES", ())
+    monkeypatch.setattr("lensjax.search.joint.MICRO_BATCHES", ())
     with pytest.raises(
         DoesNotFit, match=r"with pipeline stages .not executable yet. it would fit: 2 stages x 1 device"
     ):

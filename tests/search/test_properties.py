@@ -7,6 +7,7 @@ import pytest
 
 from lensjax import Cluster, DoesNotFit
 from lensjax.search import strategies
+from lensjax.search.candidates import TIE
 from lensjax.search.choose import choose
 from lensjax.search.problem import Problem
 from tests.search.families import family
@@ -55,7 +56,7 @@ def test_more_memory_never_gives_a_slower_plan(name):
             seconds.append(choose(program, cluster, memory=whole * part).plan.predicted.step_s)
         except DoesNotFit:
             assert not seconds, "fits in less, and not in more"
-    assert all(b <= a for a, b in itertools.pairwise(seconds)), seconds
+    assert all(b <= a * (1 + TIE) for a, b in itertools.pairwise(seconds)), seconds
 
 
 @pytest.mark.slow
@@ -63,4 +64,4 @@ def test_more_memory_never_gives_a_slower_plan(name):
 def test_more_choices_never_give_a_slower_plan(name):
     program, cluster = family(name), Cluster.parse("p3.16xlarge:2")
     few, more = (choose(program, cluster, search=how).plan.predicted.step_s for how in ("presets-only", "milp"))
-    assert more <= few
+    assert more <= few * (1 + TIE)

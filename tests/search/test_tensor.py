@@ -82,6 +82,26 @@ def test_experts_are_the_axis_that_selects_a_weight():
     assert axes and not axes & set(tensor_axes(program, 2).axes)
 
 
+def test_a_router_stays_whole_beside_matmuls_that_pay():
+    """Its scores are wanted whole, and its input's gradient would be summed in every layer, to save next to nothing."""
+
+    def step(params, x):
+        def loss(p):
+            h = x * p["scale"]
+            scores, _ = jax.lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
+            return ((jnp.tanh(h @ p["up"]) @ p["down"]) * scores.sum(-1, keepdims=True)).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    shape = jax.ShapeDtypeStruct
+    params = {"router": shape((512, 8), jnp.float32), "up": shape((512, 8192), jnp.float32)}
+    params |= {"down": shape((8192, 512), jnp.float32), "scale": shape((512,), jnp.float32)}
+    program = analyze(step, (params, shape((4096, 512), jnp.float32)))
+    leaves = preset("tp=4", program, 8).leaves
+    assert leaves == {"params/up": ((), ("tp",)), "params/down": (("tp",), ())}
+    assert any("next to none of the weights" in why for why in tensor_axes(program, 4).reasons.values())
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

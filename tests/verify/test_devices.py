@@ -1,5 +1,9 @@
 """Compile-only devices: right numbers, right order, and a step that compiles on them in this process."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lensjax._errors import ClusterError, CompileError
-from lensjax.verify.devices import Layout, compile_only, gpu_names, target
+from lensjax.verify.devices import Layout, compile_only, gpu_names, missing, target
 from tests.gpu_compiler import needs_gpu_compiler
 
 
@@ -46,3 +50,21 @@ def test_a_step_compiles_for_2x4(name):
 def test_thousands_of_devices_cost_nothing():
     devices = compile_only("h100-80gb", Layout(1024, 8))
     assert [d.id for d in devices] == list(range(8192))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing("tpu")), reason="needs libtpu")
+def test_two_processes_compile_for_tpus_at_once():
+    """libtpu lets one process of a machine load it, for its chips' sake; there are none here."""
+    made = (
+        "from lensjax.topology.cluster import Cluster; from lensjax.verify import target_devices\n"
+        "print(len(target_devices(Cluster.parse('tpu-v5e:2x4'))), flush=True)\n"
+    )
+    again = (
+        "import os, subprocess, sys\n"
+        "os.environ.pop('ALLOW_MULTIPLE_LIBTPU_LOAD', None)  # the second finds out by itself\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "ALLOW_MULTIPLE_LIBTPU_LOAD"} | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", made + again, made], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["8", "8"], done.stderr[-2000:]

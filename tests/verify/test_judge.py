@@ -13,7 +13,8 @@ from lensjax.execute.planning import Options, make_plan
 from lensjax.plan.plan import Plan, Predicted
 from lensjax.program.program import analyze
 from lensjax.report.explain import explain
-from lensjax.search.choose import Candidate, Choice
+from lensjax.search.candidates import Candidate
+from lensjax.search.choose import Choice
 from lensjax.search.judged import disagreement, judged
 from lensjax.search.presets import preset
 from lensjax.topology.cluster import Cluster

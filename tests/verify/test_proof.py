@@ -39,10 +39,11 @@ def test_a_step_proves_its_plan_on_the_cpu_compiler():
 
 @pytest.mark.few(1)
 @needs_gpu_compiler
-@pytest.mark.parametrize("plan", ["dp", "fsdp", "dp=2,fsdp=4"])
-def test_what_is_planned_is_what_is_compiled(plan):
+@pytest.mark.parametrize("plan, rows", [("dp", 4096), ("fsdp", 4096), ("dp=2,fsdp=4", 4096), ("dp", 64), ("fsdp", 64)])
+def test_what_is_planned_is_what_is_compiled(plan, rows):
+    """With fewer rows than columns too, where the partitioner alone would move rows for the weights' gradients."""
     planned = lensjax.parallelize(step, cluster="dgx-h100:1", plan=plan)
-    planned.plan_for(*shapes(batch=4096))  # with fewer rows than columns the partitioner moves rows, and XLA does not
+    planned.plan_for(*shapes(batch=rows))
     proof = planned.verify()
     assert proof.holds, proof.findings
     sent = [(p, c) for p, c in proof.tiers.values()]
@@ -65,3 +66,26 @@ def test_the_compiled_step_is_not_the_plan():
     rows = tuple(dataclasses.replace(r, planned=0.0, compiled=r.compiled + 2**20) for r in proof.traffic if r.compiled)
     kinds = {f.kind for f in differences(tight, proof.audit, rows)}
     assert kinds == {"more_memory", "unplanned_traffic"}
+
+
+def test_a_reduction_over_two_axes_may_come_apart():
+    """Summed over both in the plan; scattered over one and summed over the other by the compiler, for fewer bytes."""
+    from lensjax.verify.proof import Row, _rewritten
+
+    both = ("dp", "fsdp")
+    rows = Row("all-reduce", both, 600.0, 40.0), Row("reduce-scatter", ("fsdp",), 6.0, 300.0)
+    assert _rewritten(rows[1], rows)
+    assert not _rewritten(rows[1], (Row("all-reduce", both, 200.0, 40.0), rows[1]))
+    gathers = Row("all-reduce", both, 600.0, 40.0), Row("all-gather", ("fsdp",), 6.0, 300.0)
+    assert not _rewritten(gathers[1], gathers)
+
+
+@pytest.mark.parametrize("shape, severity", [("f32[4,16,24]", "note"), ("f32[512,16,24]", "warning")])
+def test_a_value_made_whole_is_a_fault_where_it_is_large(shape, severity):
+    from types import SimpleNamespace
+
+    from lensjax.verify.rules.memory import involuntary
+
+    line = f'Involuntary full rematerialization: %a = {shape} add(x, y), source_file="m.py" source_line=7'
+    case = SimpleNamespace(artifact=SimpleNamespace(log=line))
+    assert [(f.severity, f.line) for f in involuntary(case)] == [(severity, "m.py:7")]

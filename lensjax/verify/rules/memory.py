@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lensjax import _jax
 from lensjax.program.edit import bodies
-from lensjax.verify.finding import Case, Finding, size
+from lensjax.verify.finding import LATENT, Case, Finding, size
 from lensjax.verify.hlo import Computation
 from lensjax.verify.work import arithmetic
 
@@ -130,8 +130,9 @@ def involuntary(case: Case) -> Iterator[Finding]:
         seen.add(place)
         shape = re.search(r"= \(?(\w+\[[\d,]*\])", line)
         what = f" {shape.group(1)}" if shape else ""
+        made = _shape_bytes(shape.group(1) if shape else "")
         yield Finding(
-            "involuntary_remat", "warning", place, _shape_bytes(shape.group(1) if shape else ""),
+            "involuntary_remat", "note" if 0 < made < LATENT else "warning", place, made,
             f"the partitioner could not go from one split to another and makes a value{what} whole on every device",
             "pin the value to a split that the next operation can take",
         )  # fmt: skip
