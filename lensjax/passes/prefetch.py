@@ -235,7 +235,7 @@ def _behind(work: Any, count: int) -> Any:
 
 
 def _waiting(eqns: Sequence[Any], ahead: Sequence[Any]) -> list[Any]:
-    summed, b = {e.invars[0] for e in eqns if _named(e, GRADIENT)}, Builder()
+    made, b = _gradients(eqns), Builder()
     for e in eqns:
         if e.primitive.name in _REMAT:
             (body,) = bodies(e)
@@ -243,12 +243,21 @@ def _waiting(eqns: Sequence[Any], ahead: Sequence[Any]) -> list[Any]:
             own = [_jax.new_var(v.aval) for v in ahead]
             body = _jax.rebuild(body, invars=[*own, *inner.invars], eqns=_waiting(inner.eqns, own))
             e = _jax.add_operands(e, ahead, [body])
-        elif e.primitive.name in _MATMULS and e.outvars[0] in summed:
+        elif e.primitive.name in _MATMULS and e.outvars[0] in made:
             i = next(i for i, a in enumerate(e.invars) if is_var(a))
             (first,) = b.apply(_after, e.invars[i], *ahead, like=e, name="lensjax.ahead")
             e = e.replace(invars=[*e.invars[:i], first, *e.invars[i + 1 :]])
         b.emit(e)
     return b.eqns
+
+
+def _gradients(eqns: Sequence[Any]) -> set[Any]:
+    """The values that constraints, one or several, pin as a gradient: the matmul's, and as it is summed first."""
+    made: set[Any] = set()
+    for e in reversed(eqns):
+        pins = e.primitive.name == "sharding_constraint" and (_named(e, GRADIENT) or e.outvars[0] in made)
+        made |= {e.invars[0]} if pins else set()
+    return made
 
 
 def _after(x, *others):
