@@ -156,21 +156,24 @@ def split(
 ) -> Spec:
     """`spec` with one more dimension divided over `axes`, in this order: the dimension that divides over the most of
     `along` (`axes` where not given: all that is stored of the leaf, so that its state lies on its parameters'
-    dimension), of these the largest; not the layer index of a stack. Axes over which it does not divide are left out;
-    a dimension that is already split may be split further. Unchanged where none divides or the leaf is small.
+    dimension), of these one that nothing splits yet, of these the largest; not the layer index of a stack. Axes over
+    which it does not divide are left out; a dimension that is already split may be split further. Unchanged where none
+    divides or the leaf is small.
 
     One dimension for all of them, since XLA sums into one split dimension with a reduce-scatter, but into two with an
-    all-reduce of the whole (xla/service/reduce_scatter_utils.cc), and gathers two one after the other.
+    all-reduce of the whole (xla/service/reduce_scatter_utils.cc), and gathers two one after the other. A dimension of
+    their own, since where the sum is over more axes than are scattered, XLA scatters only into such a one: from a
+    dimension that others split too it sums everything over all axes, and then slices.
     """
     if math.prod(shape) < MIN_ELEMENTS:
         return spec
     along = [a for a in (axes if along is None else along) if sizes[a] > 1]
-    best, most = None, (1, 0)
+    best, most = None, (1, False, 0)
     for d in range(1 if stacked else 0, len(shape)):
         before = math.prod(sizes[a] for a in spec[d])
         ways = math.prod(sizes[a] for a in _dividing(shape[d], before, along, sizes))
-        if ways > 1 and (ways, shape[d] // before) > most:
-            best, most = d, (ways, shape[d] // before)
+        if ways > 1 and (rank := (ways, before == 1, shape[d] // before)) > most:
+            best, most = d, rank
     if best is None:
         return spec
     before = math.prod(sizes[a] for a in spec[best])
