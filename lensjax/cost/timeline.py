@@ -4,8 +4,7 @@ Two resources, compute and network, each doing one thing at a time. A collective
 the network is free; of the operations that are ready the earliest in the program runs next, of the collectives the one
 that the longest chain waits for. Loops run body after body, with nothing carried over from one to the next. This is
 list scheduling (Graham 1969), which is what XLA's latency-hiding scheduler does with a cost model
-(xla/service/latency_hiding_scheduler.cc); NVIDIA's JAX images switch it on for GPUs
-(--xla_gpu_enable_latency_hiding_scheduler=true), TPUs always have it.
+(xla/service/latency_hiding_scheduler.cc). TPUs always have it; for GPUs a step is compiled with it (`passes.emit`).
 """
 
 from __future__ import annotations

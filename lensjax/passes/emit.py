@@ -7,6 +7,7 @@ the same shardings.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,10 @@ from lensjax.passes.steady import compared
 from lensjax.plan.plan import Plan, Spec
 from lensjax.program.program import Program
 
+# XLA's scheduler that starts collectives early and waits for them late. It is on for GPUs from Hopper on; before them
+# XLA leaves it out unless asked, and a collective of a loop's body then stands where it is needed.
+HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+
 
 @dataclasses.dataclass(frozen=True)
 class Emitted:
@@ -55,9 +60,12 @@ class Emitted:
     steady: bool = False
 
     def options(self, platform: str | None = None) -> dict[str, Any]:
-        """The options that `run` must be compiled with on a platform (None: that of the mesh's devices)."""
+        """The options that `run` is compiled with on a platform (None: that of the mesh's devices). What XLA_FLAGS
+        says of the GPU compiler's scheduler stands."""
         devices = () if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat
         platform = platform or next((d.platform for d in devices), None)
+        if platform in ("cuda", "gpu"):
+            return {} if HIDING in os.environ.get("XLA_FLAGS", "") else {HIDING: True}
         return _jax.keep_barriers() if self.steady and platform == "cpu" else {}
 
 

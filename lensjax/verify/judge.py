@@ -33,11 +33,9 @@ def judge(
     platform = platform_for(cluster, backend)
 
     def of(plan: Plan) -> Plan:
-        lowered = lower(emit(program, plan, abstract_mesh(plan)), platform)
-        order = plan.mesh.order
-        artifact = compile_for(
-            lowered, cluster, backend=platform, order=order, flags=plan.flags or None, time_limit=time_limit
-        )
+        emitted, order = emit(program, plan, abstract_mesh(plan)), plan.mesh.order
+        lowered, flags = lower(emitted, platform), {**emitted.options(platform), **plan.flags}
+        artifact = compile_for(lowered, cluster, backend=platform, order=order, flags=flags, time_limit=time_limit)
         made = audit(artifact, mesh=plan.mesh.shape, cluster=cluster, order=order)
         return dataclasses.replace(plan, predicted=predicted(made))
 

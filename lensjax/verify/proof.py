@@ -94,9 +94,10 @@ def prove(
     predicted = plan.predicted or price(program, plan, cluster).predicted
     assert predicted is not None
     platform = platform_for(cluster, backend)
-    lowered = lower(emit(program, plan, abstract_mesh(plan)), platform)
+    emitted = emit(program, plan, abstract_mesh(plan))
+    lowered, flags = lower(emitted, platform), {**emitted.options(platform), **plan.flags}
     artifact = compile_for(
-        lowered, cluster, backend=platform, order=plan.mesh.order, flags=plan.flags or None, time_limit=time_limit
+        lowered, cluster, backend=platform, order=plan.mesh.order, flags=flags, time_limit=time_limit
     )
     known = _facts(lowered, program, plan, platform, again)
     made = audit(artifact, mesh=plan.mesh.shape, cluster=cluster, order=plan.mesh.order, facts=known)
